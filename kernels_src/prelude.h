@@ -1,0 +1,405 @@
+// What every kernel stands on: the machine's primitives, number formats, packs, the sum over a row.
+//
+// Knows:    the constants that program.py writes in front of it. The only file with #if: one branch for NVIDIA (NVRTC),
+//           one for AMD (hipRTC, or clang without any HIP header), one for the host's C++ compiler.
+// Must not: include anything, or know what a norm is.
+//
+// On the host a block is one thread, so the same text is a plain loop over rows that the compiler vectorises.
+
+constexpr int THREADS = THREADS_PER_ROW * ROWS_PER_BLOCK;
+constexpr int WAVES_PER_ROW = (THREADS_PER_ROW + WAVE - 1) / WAVE;
+
+constexpr int WAVES_PER_SIMD = BLOCKS_PER_UNIT * THREADS < 8 * WAVE ? 1 : BLOCKS_PER_UNIT * THREADS / (4 * WAVE);
+
+typedef long long int64;
+typedef unsigned int uint32;
+typedef unsigned short uint16;
+
+// ---------------------------------------------------------------------------------------------- the machine
+
+#if defined(__CUDACC__)  // ---- NVIDIA
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define LAMBDA
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_UNIT)
+#define SHARED __shared__
+#define UNROLL _Pragma("unroll")
+#define ENTRY(kernel)
+
+DEVICE int thread_index() { return threadIdx.x; }
+DEVICE int block_index() { return blockIdx.x; }
+DEVICE void sync() { __syncthreads(); }
+DEVICE float as_float(uint32 bits) { return __uint_as_float(bits); }
+DEVICE uint32 as_bits(float value) { return __float_as_uint(value); }
+DEVICE float madd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE double madd(double a, double b, double c) { return __fma_rn(a, b, c); }
+DEVICE float inverse_sqrt(float v) { return rsqrtf(v); }
+DEVICE double inverse_sqrt(double v) { return 1.0 / sqrt(v); }
+
+// The sum over groups of WIDTH neighbouring lanes, in every lane. Adding is commutative, so a butterfly gives all
+// lanes the same bits.
+template <int WIDTH, class T>
+DEVICE T wave_sum(T v) {
+    UNROLL for (int mask = 1; mask < WIDTH; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    return v;
+}
+
+DEVICE float widen_f16(uint16 bits) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+    return v;
+}
+// Two values to the halves of a word: one instruction where the card has it.
+DEVICE uint32 narrow_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    uint16 a, b;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(a) : "f"(low));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(high));
+    return a | uint32(b) << 16;
+#endif
+}
+#if __CUDA_ARCH__ >= 800
+#define HAS_NARROW_BF16 1
+DEVICE uint32 narrow_bf16(float low, float high) {
+    uint32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+#endif
+
+#elif defined(__HIP_DEVICE_COMPILE__)  // ---- AMD: clang attributes and builtins only, so that no header is needed
+
+#pragma clang fp contract(off)
+
+#define DEVICE static __attribute__((device)) __attribute__((always_inline)) inline
+#define DEVICE_MEMBER __attribute__((device)) __attribute__((always_inline))
+#define LAMBDA __attribute__((always_inline))
+#define KERNEL                                                                       \
+    extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(   \
+        THREADS, THREADS))) __attribute__((amdgpu_waves_per_eu(WAVES_PER_SIMD))) void
+#define SHARED __attribute__((shared))
+#define UNROLL _Pragma("unroll")
+#define ENTRY(kernel)
+
+DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
+// The bare barrier instruction leaves LDS writes unwaited: it needs both fences.
+DEVICE void sync() {
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+DEVICE float as_float(uint32 bits) { return __builtin_bit_cast(float, bits); }
+DEVICE uint32 as_bits(float value) { return __builtin_bit_cast(uint32, value); }
+DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
+DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
+DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
+
+// A 32-bit value moved between lanes; a double moves as two halves.
+template <class Move>
+DEVICE float moved(float v, Move move) { return as_float(move(as_bits(v))); }
+template <class Move>
+DEVICE double moved(double v, Move move) {
+    unsigned long long bits = __builtin_bit_cast(unsigned long long, v);
+    return __builtin_bit_cast(double, (unsigned long long)move(uint32(bits >> 32)) << 32 | move(uint32(bits)));
+}
+// By DPP: the operand of the next add, without LDS. clang does not turn shuffles into it.
+template <int CONTROL>
+struct Dpp {
+    DEVICE_MEMBER uint32 operator()(uint32 v) const {
+        return __builtin_amdgcn_update_dpp(0, v, CONTROL, 0xf, 0xf, true);
+    }
+};
+struct OtherRow {  // lanes 0-15 and 16-31 change places
+    DEVICE_MEMBER uint32 operator()(uint32 v) const {
+#if defined(__GFX9__)
+        return __builtin_amdgcn_ds_swizzle(v, 0x401f);  // GFX9 has no DPP for it
+#else
+        return __builtin_amdgcn_permlanex16(v, v, 0x76543210, 0xfedcba98, false, false);
+#endif
+    }
+};
+struct FromLane {
+    int lane;
+    DEVICE_MEMBER uint32 operator()(uint32 v) const { return __builtin_amdgcn_readlane(v, lane); }
+};
+
+// The sum over groups of WIDTH neighbouring lanes, in every lane. The mirrors pair other lanes than an xor would, but
+// after the smaller steps all lanes of a group are equal.
+template <int WIDTH, class T>
+DEVICE T wave_sum(T v) {
+    if constexpr (WIDTH > 1) v += moved(v, Dpp<0xb1>());   // quad_perm [1,0,3,2]
+    if constexpr (WIDTH > 2) v += moved(v, Dpp<0x4e>());   // quad_perm [2,3,0,1]
+    if constexpr (WIDTH > 4) v += moved(v, Dpp<0x141>());  // row_half_mirror
+    if constexpr (WIDTH > 8) v += moved(v, Dpp<0x140>());  // row_mirror
+    if constexpr (WIDTH == 32) v += moved(v, OtherRow());
+    if constexpr (WIDTH == 64) {
+        v = (moved(v, FromLane{0}) + moved(v, FromLane{16})) + (moved(v, FromLane{32}) + moved(v, FromLane{48}));
+    }
+    return v;
+}
+
+DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
+DEVICE uint32 narrow_f16(float low, float high) {
+    return __builtin_bit_cast(uint16, (_Float16)low) | uint32(__builtin_bit_cast(uint16, (_Float16)high)) << 16;
+}
+
+#else  // ---- the host: one thread a block, blocks one after the other
+
+#define DEVICE static inline __attribute__((always_inline))
+#define DEVICE_MEMBER __attribute__((always_inline))
+#define LAMBDA __attribute__((always_inline))
+#define KERNEL extern "C" void
+#define SHARED static
+// The loops over a pack become one vector operation if g++ does not unroll them first: twice as fast in bf16.
+#define UNROLL _Pragma("GCC unroll 1")
+
+static thread_local int host_block;
+DEVICE int thread_index() { return 0; }
+DEVICE int block_index() { return host_block; }
+DEVICE void sync() {}
+DEVICE float as_float(uint32 bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+DEVICE uint32 as_bits(float value) {
+    uint32 bits;
+    __builtin_memcpy(&bits, &value, 4);
+    return bits;
+}
+#if defined(__FMA__) || defined(__FP_FAST_FMAF)
+DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#else  // without the instruction fma is a slow library call
+DEVICE float madd(float a, float b, float c) { return a * b + c; }
+DEVICE double madd(double a, double b, double c) { return a * b + c; }
+#endif
+DEVICE float inverse_sqrt(float v) { return 1.0f / __builtin_sqrtf(v); }
+DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
+template <int WIDTH, class T>
+DEVICE T wave_sum(T v) { return v; }
+
+// fp16 by integers, without branches: not every C++ compiler has _Float16, and this vectorises.
+DEVICE float widen_f16(uint16 bits) {
+    uint32 magnitude = uint32(bits & 0x7fff) << 13, sign = uint32(bits & 0x8000) << 16;
+    float scaled = as_float(magnitude) * 0x1p112f;  // moves the exponent's bias from 15 to 127, subnormals included
+    uint32 special = magnitude | 0x7f800000;        // infinity and NaN keep their exponent of ones
+    return as_float((magnitude >= 0x0f800000 ? special : as_bits(scaled)) | sign);
+}
+DEVICE uint32 half_bits(float value) {
+    uint32 bits = as_bits(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    uint32 normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;  // nearest, ties to even
+    uint32 tiny = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000;  // below 2^-14 the adder rounds at 2^-24
+    uint32 result = magnitude < 0x38800000 ? tiny : normal;
+    result = magnitude >= 0x477ff000 ? 0x7c00 : result;
+    return (magnitude > 0x7f800000 ? 0x7e00 : result) | sign;
+}
+DEVICE uint32 narrow_f16(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+
+// Any alignment will do: the compiler takes the vector moves of the CPU.
+template <int COUNT, class T>
+DEVICE void copy(T* to, const T* from) { __builtin_memcpy(to, from, COUNT * sizeof(T)); }
+
+// ENTRY(kernel): `kernel_blocks(arguments, first, last)` runs blocks first … last-1. The arguments lie in one buffer at
+// their natural alignment, the layout that a GPU's launch takes too.
+template <int I, class T, class... Rest>
+struct Nth { typedef typename Nth<I - 1, Rest...>::type type; };
+template <class T, class... Rest>
+struct Nth<0, T, Rest...> { typedef T type; };
+template <class... All, class... Done>
+static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned long offset, int first, int last,
+                       Done... done) {
+    if constexpr (sizeof...(Done) == sizeof...(All)) {
+        for (host_block = first; host_block < last; ++host_block) kernel(done...);
+    } else {
+        typename Nth<sizeof...(Done), All...>::type value;
+        offset = (offset + alignof(decltype(value)) - 1) / alignof(decltype(value)) * alignof(decltype(value));
+        __builtin_memcpy(&value, arguments + offset, sizeof(value));
+        run_blocks(kernel, arguments, offset + sizeof(value), first, last, done..., value);
+    }
+}
+#define ENTRY(kernel)                                                                     \
+    extern "C" void kernel##_blocks(const char* arguments, int first, int last) {         \
+        run_blocks(kernel, arguments, 0, first, last);                                    \
+    }
+
+#endif
+
+#if defined(__CUDACC__) || defined(__HIP_DEVICE_COMPILE__)
+// One memory access of COUNT elements, which must be aligned to it.
+template <int COUNT, class T>
+struct alignas(COUNT * sizeof(T)) Chunk {
+    T at[COUNT];
+};
+template <int COUNT, class T>
+DEVICE void copy(T* to, const T* from) {
+    *reinterpret_cast<Chunk<COUNT, T>*>(to) = *reinterpret_cast<const Chunk<COUNT, T>*>(from);
+}
+#endif
+
+// ---------------------------------------------------------------------------------------------- numbers
+
+#if !defined(HAS_NARROW_BF16)
+// Nearest even by integers. A NaN keeps its sign and stays a NaN: adding the rounding could carry it to infinity.
+DEVICE uint32 bf16_bits(float value) {
+    uint32 bits = as_bits(value);
+    uint32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
+}
+DEVICE uint32 narrow_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+#endif
+
+template <bool YES, class A, class B> struct Select { typedef A type; };
+template <class A, class B> struct Select<false, A, B> { typedef B type; };
+
+// What is computed and accumulated in: float, or double for float64 operands.
+typedef Select<COMPUTE == F64, double, float>::type real;
+
+// How an element lies in memory; NONE (an absent operand) only has to compile.
+template <Dtype D> struct Element { typedef real type; };
+template <> struct Element<F16> { typedef uint16 type; };
+template <> struct Element<BF16> { typedef uint16 type; };
+template <> struct Element<F32> { typedef float type; };
+template <> struct Element<F64> { typedef double type; };
+template <Dtype D> using element = typename Element<D>::type;
+constexpr bool is_16_bit(Dtype d) { return d == F16 || d == BF16; }
+
+template <Dtype D>
+DEVICE real widen(element<D> stored) {
+    if constexpr (D == F16) return widen_f16(stored);
+    if constexpr (D == BF16) return as_float(uint32(stored) << 16);
+    return stored;
+}
+template <Dtype D>
+DEVICE element<D> narrow(real value) {
+    if constexpr (D == F16) return narrow_f16(value, value);
+    if constexpr (D == BF16) return narrow_bf16(value, value);
+    return value;
+}
+// A rounding step of its own: the value that D would keep.
+template <Dtype D>
+DEVICE real rounded(real value) { return widen<D>(narrow<D>(value)); }
+
+// ---------------------------------------------------------------------------------------------- packs
+
+// PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
+template <Dtype D>
+struct alignas(PACK * sizeof(element<D>) < 16 ? PACK * sizeof(element<D>) : 16) Pack {
+    element<D> at[PACK];
+};
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
+// Whether every pack of a thread lies inside the row, so that nothing has to be asked.
+constexpr bool EXACT = COLS > 0 && COLS % (PACK * THREADS_PER_ROW * BATCH) == 0 && ROWS_PER_BLOCK == 1;
+constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
+
+template <Dtype D, int VECTOR_OF = VECTOR>
+DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
+    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>));
+    Pack<D> pack;
+    if (EXACT || col + PACK <= cols) {
+        UNROLL for (int i = 0; i < PACK; i += COUNT) copy<COUNT>(&pack.at[i], row + col + i);
+    } else if (WHOLE_PACKS || col >= cols) {
+        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = 0;
+    } else {
+        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = col + i < cols ? row[col + i] : element<D>(0);
+    }
+    return pack;
+}
+
+template <Dtype D, int VECTOR_OF = VECTOR>
+DEVICE void store(element<D>* row, int col, int cols, const Pack<D>& pack) {
+    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>));
+    if (EXACT || col + PACK <= cols) {
+        UNROLL for (int i = 0; i < PACK; i += COUNT) copy<COUNT>(row + col + i, &pack.at[i]);
+    } else if (!WHOLE_PACKS) {
+        UNROLL for (int i = 0; i < PACK; ++i) {
+            if (col + i < cols) row[col + i] = pack.at[i];
+        }
+    }
+}
+
+template <Dtype D>
+DEVICE void unpack(const Pack<D>& pack, real* values) {
+    UNROLL for (int i = 0; i < PACK; ++i) values[i] = widen<D>(pack.at[i]);
+}
+template <Dtype D>
+DEVICE Pack<D> packed(const real* values) {
+    Pack<D> pack;
+    if constexpr (is_16_bit(D) && WAVE > 1) {  // in pairs: one conversion instruction gives two
+        UNROLL for (int i = 0; i < PACK; i += 2) {
+            uint32 word = D == F16 ? narrow_f16(values[i], values[i + 1]) : narrow_bf16(values[i], values[i + 1]);
+            pack.at[i] = word;
+            pack.at[i + 1] = word >> 16;
+        }
+    } else {
+        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = narrow<D>(values[i]);
+    }
+    return pack;
+}
+
+// ---------------------------------------------------------------------------------------------- rows
+
+// Where a thread stands: its place in the row, its row in the block, and the block's rows. With per-head weights a block
+// serves one head and counts that head's rows; row() gives the index in memory.
+struct Place {
+    int thread, row_in_block, head;
+    int64 first, step, end;
+    DEVICE_MEMBER int64 row(int64 i) const { return HEADS == 1 ? i : i * HEADS + head; }
+};
+
+DEVICE Place place(int64 rows, int blocks) {
+    Place at;
+    at.thread = thread_index() % THREADS_PER_ROW;
+    at.row_in_block = thread_index() / THREADS_PER_ROW;
+    at.head = block_index() % HEADS;
+    const int64 group = block_index() / HEADS, groups = blocks / HEADS, count = rows / HEADS;
+    if constexpr (INTERLEAVED) {  // neighbouring blocks read neighbouring rows
+        at.first = group * ROWS_PER_BLOCK;
+        at.step = groups * ROWS_PER_BLOCK;
+        at.end = count;
+    } else {  // one stretch of memory for each block
+        const int64 share = (count + groups - 1) / groups;
+        at.first = group * share;
+        at.step = 1;
+        at.end = at.first + share < count ? at.first + share : count;
+    }
+    return at;
+}
+
+// Long sums keep LANES accumulators a thread, and are folded every SECTION packs.
+DEVICE real fold(const real* lanes) {
+    real part[LANES];
+    UNROLL for (int i = 0; i < LANES; ++i) part[i] = lanes[i];
+    UNROLL for (int half = LANES / 2; half > 0; half /= 2) {
+        UNROLL for (int i = 0; i < half; ++i) part[i] += part[i + half];
+    }
+    return part[0];
+}
+
+constexpr int power_of_two_from(int n, int power = 1) { return power >= n ? power : power_of_two_from(n, 2 * power); }
+
+// The sum over the threads of each row, in all of them: the one reduction of all kernels. One barrier: `turn` alternates
+// between two sets of slots, so a slow wave still reads its own while a fast one writes the next row's.
+DEVICE real row_sum(real v, int turn) {
+    if constexpr (WAVES_PER_ROW == 1) {
+        return wave_sum<THREADS_PER_ROW>(v);
+    } else {
+        constexpr int WIDTH = power_of_two_from(WAVES_PER_ROW);
+        SHARED real scratch[2][ROWS_PER_BLOCK][WAVES_PER_ROW];
+        const int thread = thread_index() % THREADS_PER_ROW;
+        real* slots = scratch[turn & 1][thread_index() / THREADS_PER_ROW];
+        v = wave_sum<WAVE>(v);
+        if (thread % WAVE == 0) slots[thread / WAVE] = v;
+        sync();
+        v = thread % WIDTH < WAVES_PER_ROW ? slots[thread % WIDTH] : real(0);
+        return wave_sum<WIDTH>(v);
+    }
+}

@@ -1,0 +1,66 @@
+"""Compiled objects on disk: whole or not at all, and never loaded damaged.
+
+Knows: the cache folder, atomic writes, a digest behind each object.
+Must not: know compilers or what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+_DIGEST = 32
+
+
+def folder() -> Path:
+    """RMSNORM_RAW_CACHE_DIR, else rmsnorm_raw in the user's cache folder. It need not exist."""
+    own = os.environ.get("RMSNORM_RAW_CACHE_DIR")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rmsnorm_raw"
+
+
+@lru_cache(maxsize=1)
+def temporary_folder() -> Path:
+    """Where objects go when the cache folder cannot be written, or nothing can be loaded from it."""
+    return Path(tempfile.mkdtemp(prefix="rmsnorm_raw-"))
+
+
+def find(name: str) -> Path | None:
+    """A whole object of that name. A truncated or altered one is as good as none."""
+    path = folder() / name
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) <= _DIGEST or hashlib.sha256(content[:-_DIGEST]).digest() != content[-_DIGEST:]:
+        return None
+    return path
+
+
+def keep(name: str, content: bytes, where: Path | None = None) -> Path:
+    """Writes an object beside its final name and renames it, so that no other process ever sees half of it."""
+    content += hashlib.sha256(content).digest()  # behind an ELF image a loader never looks
+    for target in [where] if where else [folder(), temporary_folder()]:
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=target)
+        except OSError:
+            continue
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(partial, 0o755)
+            os.replace(partial, target / name)
+            return target / name
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+    raise RuntimeError(
+        f"neither {where or folder()} nor a temporary folder can be written; set RMSNORM_RAW_CACHE_DIR to one that can"
+    )
