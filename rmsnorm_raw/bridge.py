@@ -205,9 +205,7 @@ def _host_import(array: Any, copy: bool | None) -> numpy.ndarray:
         return numpy.from_dlpack(_producer(array, copy))
     except (BufferError, RuntimeError) as error:
         if not hasattr(array, "__array__"):
-            raise TypeError(
-                f"NumPy cannot read it ({error}): export its bits as uint16 or uint8, give dtype="
-            ) from error
+            raise TypeError(f"NumPy cannot import it ({error}): export its bits and pass dtype=") from error
         return numpy.array(array, copy=False if copy is False else None)
 
 
@@ -241,7 +239,8 @@ def _moves(array: Any, copy: bool | None, *, to_gpu: bool) -> bool:
     """Whether `array` has to change between CPU and GPU; ValueError if that is forbidden."""
     on_gpu = array.__dlpack_device__()[0] in _GPU_MEMORY
     if on_gpu != to_gpu and copy is False:
-        raise ValueError(f"{'GPU' if on_gpu else 'CPU'} memory has to be copied there: pass copy=None or copy=True")
+        here, there = ("GPU", "CPU") if on_gpu else ("CPU", "GPU")
+        raise ValueError(f"{here} memory has to be copied to the {there}: pass copy=None or copy=True")
     return on_gpu != to_gpu
 
 

@@ -6,7 +6,6 @@ Must not: know how a library stores arrays, how a kernel divides its work, or ho
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from typing import Any
@@ -53,9 +52,11 @@ def rmsnorm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    if _needs_gradient(x, weight, bias):
-        _refuse_out(x, out=out)
-        return _autograd().rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
+    if _needs_autograd(x, weight, bias):
+        _refuse_out(out=out)
+        from . import autograd
+
+        return autograd.rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
     return _forward(
         x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None
     )[0]
@@ -94,9 +95,11 @@ def fused_add_rmsnorm(
     Raises: as `rmsnorm`.
     """
     _require_residual(residual)
-    if _needs_gradient(x, residual, weight, bias):
-        _refuse_out(x, out=out, residual_out=residual_out)
-        return _autograd().fused_add_rmsnorm(
+    if _needs_autograd(x, residual, weight, bias):
+        _refuse_out(out=out, residual_out=residual_out)
+        from . import autograd
+
+        return autograd.fused_add_rmsnorm(
             x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
         )
     y, total, _ = _forward(
@@ -481,14 +484,14 @@ def _one_gradient(given: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ torch's gradients
 
 
-def _autograd() -> Any:
-    return importlib.import_module(".autograd", __package__)
-
-
-def _needs_gradient(*operands: Any) -> bool:
-    """Whether autograd has to see this call. False without torch, and in no_grad or inside a Function."""
+def _needs_autograd(*operands: Any) -> bool:
+    """Whether autograd or torch.compile has to see this call. False without torch, and inside a Function."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():  # the compiler knows the operators, not the pointers behind them
+        return isinstance(operands[0], torch.Tensor)
+    if not torch.is_grad_enabled():
         return False
     needs = any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands)
     if needs and not isinstance(operands[0], torch.Tensor):
@@ -510,7 +513,7 @@ def _refuse_gradient(name: str, instead: str, *operands: Any) -> None:
         )
 
 
-def _refuse_out(x: Any, **outputs: Any) -> None:
+def _refuse_out(**outputs: Any) -> None:
     given = [name for name, array in outputs.items() if array is not None]
     if given:
         raise RuntimeError(

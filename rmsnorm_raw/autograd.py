@@ -1,0 +1,209 @@
+"""torch: the kernels as library operators with fakes (what torch.compile sees), and the autograd Functions around them.
+
+Knows: torch, which it imports at its top; only loaded once a torch operand needs it.
+Must not: check operands or touch memory; the operators call the same steps as every other array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import ops
+
+_LIBRARY = torch.library.Library("rmsnorm_raw", "FRAGMENT")
+
+_SCHEMAS = {
+    "forward": "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, str casting, "
+    "str residual_rounding, ScalarType? out_dtype, ScalarType? residual_dtype, bool store_rstd) "
+    "-> (Tensor y, Tensor residual_out, Tensor rstd)",
+    "backward": "(Tensor x, Tensor? weight, Tensor dout, Tensor rstd, Tensor? dresidual_out, Tensor? bias, "
+    "float weight_offset, bool fused, bool need_dx, bool need_dweight, ScalarType dx_dtype, ScalarType dresidual_dtype) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+}
+
+
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    """An operator's results are tensors: an empty one stands for what is skipped."""
+    return like.new_empty(0)
+
+
+def _forward(
+    x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype, store_rstd
+):
+    y, total, rstd = ops._forward(
+        x, residual, weight, eps, store_rstd, bias, weight_offset, casting, residual_rounding,
+        out_dtype, residual_dtype, None, None,
+    )  # fmt: skip
+    return y, _absent(x) if total is None else total, _absent(x) if rstd is None else rstd
+
+
+def _forward_fake(
+    x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype, store_rstd
+):
+    y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    total = _absent(x) if residual is None else x.new_empty(x.shape, dtype=residual_dtype or residual.dtype)
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return y, total, x.new_empty(x.shape[:-1], dtype=real) if store_rstd else _absent(x)
+
+
+def _backward(
+    x, weight, dout, rstd, dresidual_out, bias, weight_offset, fused, need_dx, need_dweight, dx_dtype, dresidual_dtype
+):
+    dx, dresidual, dweight, dbias = ops._backward(
+        x, weight, dout, rstd, dresidual_out, bias, weight_offset, "fp32", need_dx, need_dweight,
+        dx_dtype, dresidual_dtype, None, fused, None,
+    )  # fmt: skip
+    # One buffer may not be two results of an operator: where the gradients are equal, the first serves both.
+    results = (dx, None if dresidual is dx else dresidual, dweight, dbias)
+    return tuple(_absent(x) if result is None else result for result in results)
+
+
+def _backward_fake(
+    x, weight, dout, rstd, dresidual_out, bias, weight_offset, fused, need_dx, need_dweight, dx_dtype, dresidual_dtype
+):
+    two = fused and need_dx and dx_dtype != dresidual_dtype
+    return (
+        x.new_empty(x.shape, dtype=dx_dtype) if need_dx else _absent(x),
+        x.new_empty(x.shape, dtype=dresidual_dtype) if two else _absent(x),
+        torch.empty_like(weight) if need_dweight and weight is not None else _absent(x),
+        torch.empty_like(bias) if need_dweight and bias is not None else _absent(x),
+    )
+
+
+def _register() -> None:
+    """Once a process, also when a notebook loads this module anew: torch refuses a second definition."""
+    for name, schema in _SCHEMAS.items():
+        if hasattr(torch.ops.rmsnorm_raw, name):
+            continue
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, {"forward": _forward, "backward": _backward}[name], "CompositeExplicitAutograd")
+        fake = {"forward": _forward_fake, "backward": _backward_fake}[name]
+        torch.library.register_fake(f"rmsnorm_raw::{name}", fake, lib=_LIBRARY)
+
+
+_register()
+
+
+def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, bias_index: int) -> tuple[Any, ...]:
+    """(dx, dresidual, dweight, dbias) as far as they are needed, None elsewhere."""
+    x, weight, bias, rstd = ctx.saved_tensors
+    need_dx = ctx.needs_input_grad[0] or (fused and ctx.needs_input_grad[1])
+    need_dweight = any(ctx.needs_input_grad[i] for i in (2 if fused else 1, bias_index) if i < len(ctx.needs_input_grad))
+    results = torch.ops.rmsnorm_raw.backward(
+        x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
+        ctx.dx_dtype, ctx.dresidual_dtype,
+    )  # fmt: skip
+    two = fused and need_dx and ctx.dx_dtype != ctx.dresidual_dtype
+    wanted = (need_dx, two, need_dweight and weight is not None, need_dweight and bias is not None)
+    gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
+    operands = (x, weight, dout, dresidual_out)
+    if torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands):
+        gradients = [None if gradient is None else _Once.apply(gradient, *operands) for gradient in gradients]
+    dx, dresidual, dweight, dbias = gradients
+    return dx, dresidual if two else dx, dweight, dbias
+
+
+class _Once(torch.autograd.Function):
+    """A gradient in a graph that was asked for (create_graph): the value as it is, and an error for its derivative.
+    torch's own once_differentiable would drop the derivative in silence where dout is a constant."""
+
+    @staticmethod
+    def forward(ctx, gradient, *operands):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "a second derivative of rmsnorm or fused_add_rmsnorm was asked for; their backward is not differentiable. "
+            "Use torch.nn.functional.rms_norm where double backward is needed"
+        )
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """`apply(x, weight, eps) -> y`; further arguments in order: bias, weight_offset, casting, out_dtype.
+
+    Shapes, dtypes and errors as `rmsnorm`. A second derivative raises RuntimeError.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight=None, eps=1e-6, bias=None, weight_offset=0.0, casting="fp32", out_dtype=None):
+        y, _, rstd = torch.ops.rmsnorm_raw.forward(
+            x, None, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, "stored", out_dtype, None, True
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.weight_offset = weight_offset
+        ctx.dx_dtype = ctx.dresidual_dtype = x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if dout is None:
+            return (None,) * 7
+        dx, _, dweight, dbias = _gradients(ctx, dout, None, fused=False, bias_index=3)
+        return dx if ctx.needs_input_grad[0] else None, dweight, None, dbias, None, None, None
+
+
+class FusedAddRMSNormFunction(torch.autograd.Function):
+    """`apply(x, residual, weight, eps) -> (y, residual_out)`; further arguments in order: bias, weight_offset, casting,
+    residual_rounding, out_dtype, residual_dtype.
+
+    x and residual get one gradient object, since the gradients are equal: `.grad` of leaves are apart, but
+    `torch.autograd.grad` may return one tensor twice, as it does for `a + b`. A second derivative raises RuntimeError.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x, residual, weight=None, eps=1e-6, bias=None, weight_offset=0.0, casting="fp32",
+        residual_rounding="stored", out_dtype=None, residual_dtype=None,
+    ):  # fmt: skip
+        y, total, rstd = torch.ops.rmsnorm_raw.forward(
+            x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, residual_rounding,
+            out_dtype, residual_dtype, True,
+        )  # fmt: skip
+        ctx.save_for_backward(total, weight, bias, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.weight_offset = weight_offset
+        ctx.dx_dtype, ctx.dresidual_dtype = x.dtype, residual.dtype
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dout, dresidual_out):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rest = (None,) * 5
+        if dout is None:  # only the sum was used: no zeros stand in for dout
+            if dresidual_out is None:
+                return (None,) * 10
+            dx, dresidual = dresidual_out.to(ctx.dx_dtype), dresidual_out.to(ctx.dresidual_dtype)
+            dweight = dbias = None
+        else:
+            dx, dresidual, dweight, dbias = _gradients(ctx, dout, dresidual_out, fused=True, bias_index=4)
+        need_x, need_residual = ctx.needs_input_grad[:2]
+        return dx if need_x else None, dresidual if need_residual else None, dweight, None, dbias, *rest
+
+
+def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
+    """`rmsnorm` for torch tensors of which one needs a gradient, or while torch.compile traces."""
+    ops._check_choice(casting, "casting", ("fp32", "llama"))
+    return RMSNormFunction.apply(x, weight, eps, bias, float(weight_offset), casting, _dtype(out_dtype))
+
+
+def fused_add_rmsnorm(
+    x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
+):
+    y, total = FusedAddRMSNormFunction.apply(
+        x, residual, weight, eps, bias, float(weight_offset), casting, residual_rounding,
+        _dtype(out_dtype), _dtype(residual_dtype),
+    )  # fmt: skip
+    return (y, total) if prenorm else y
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    return getattr(torch, ops.dtype_name(dtype, "dtype"))
