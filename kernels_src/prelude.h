@@ -22,6 +22,7 @@ typedef unsigned short uint16;
 #define DEVICE static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
 #define LAMBDA
+#define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_UNIT)
 #define SHARED __shared__
 #define UNROLL _Pragma("unroll")
@@ -79,6 +80,7 @@ DEVICE uint32 narrow_bf16(float low, float high) {
 #define DEVICE static __attribute__((device)) __attribute__((always_inline)) inline
 #define DEVICE_MEMBER __attribute__((device)) __attribute__((always_inline))
 #define LAMBDA __attribute__((always_inline))
+#define CONSTEXPR constexpr
 #define KERNEL                                                                       \
     extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(   \
         THREADS, THREADS))) __attribute__((amdgpu_waves_per_eu(WAVES_PER_SIMD))) void
@@ -155,6 +157,7 @@ DEVICE uint32 narrow_f16(float low, float high) {
 #define DEVICE static inline __attribute__((always_inline))
 #define DEVICE_MEMBER __attribute__((always_inline))
 #define LAMBDA __attribute__((always_inline))
+#define CONSTEXPR constexpr
 #define KERNEL extern "C" void
 #define SHARED static
 // The loops over a pack become one vector operation if g++ does not unroll them first: twice as fast in bf16.
@@ -269,7 +272,7 @@ template <> struct Element<BF16> { typedef uint16 type; };
 template <> struct Element<F32> { typedef float type; };
 template <> struct Element<F64> { typedef double type; };
 template <Dtype D> using element = typename Element<D>::type;
-constexpr bool is_16_bit(Dtype d) { return d == F16 || d == BF16; }
+CONSTEXPR bool is_16_bit(Dtype d) { return d == F16 || d == BF16; }
 
 template <Dtype D>
 DEVICE real widen(element<D> stored) {
@@ -294,7 +297,7 @@ template <Dtype D>
 struct alignas(PACK * sizeof(element<D>) < 16 ? PACK * sizeof(element<D>) : 16) Pack {
     element<D> at[PACK];
 };
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
+CONSTEXPR int smaller(int a, int b) { return a < b ? a : b; }
 
 // Whether every pack of a thread lies inside the row, so that nothing has to be asked.
 constexpr bool EXACT = COLS > 0 && COLS % (PACK * THREADS_PER_ROW * BATCH) == 0 && ROWS_PER_BLOCK == 1;
@@ -345,6 +348,18 @@ DEVICE Pack<D> packed(const real* values) {
     return pack;
 }
 
+// A pack as another dtype; the same one is left as it is.
+template <Dtype TO, Dtype FROM>
+DEVICE Pack<TO> converted(const Pack<FROM>& pack) {
+    if constexpr (TO == FROM) {
+        return pack;
+    } else {
+        real values[PACK];
+        unpack<FROM>(pack, values);
+        return packed<TO>(values);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- rows
 
 // Where a thread stands: its place in the row, its row in the block, and the block's rows. With per-head weights a block
@@ -384,7 +399,7 @@ DEVICE real fold(const real* lanes) {
     return part[0];
 }
 
-constexpr int power_of_two_from(int n, int power = 1) { return power >= n ? power : power_of_two_from(n, 2 * power); }
+CONSTEXPR int power_of_two_from(int n, int power = 1) { return power >= n ? power : power_of_two_from(n, 2 * power); }
 
 // The sum over the threads of each row, in all of them: the one reduction of all kernels. One barrier: `turn` alternates
 // between two sets of slots, so a slow wave still reads its own while a fast one writes the next row's.

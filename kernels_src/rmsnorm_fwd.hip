@@ -43,10 +43,10 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         element<RESIDUAL_OUT>* residual_out_row = residual_out + row * residual_out_pitch;
 
         const auto read = [&](int begin) LAMBDA {  // a batch in flight before the first of it is used
+            Pack<X> xs[BATCH];
+            UNROLL for (int p = 0; p < BATCH; ++p) xs[p] = load<X>(x_row, col(begin + p), cols);
             if constexpr (ADD_RESIDUAL) {
-                Pack<X> xs[BATCH];
                 Pack<RESIDUAL> rs[BATCH];
-                UNROLL for (int p = 0; p < BATCH; ++p) xs[p] = load<X>(x_row, col(begin + p), cols);
                 UNROLL for (int p = 0; p < BATCH; ++p) rs[p] = load<RESIDUAL>(residual_row, col(begin + p), cols);
                 UNROLL for (int p = 0; p < BATCH; ++p) {
                     real h[PACK], r[PACK];
@@ -56,15 +56,13 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
                     kept[p] = packed<KEPT>(h);
                 }
             } else {
-                UNROLL for (int p = 0; p < BATCH; ++p) kept[p] = load<KEPT>(x_row, col(begin + p), cols);
+                UNROLL for (int p = 0; p < BATCH; ++p) kept[p] = converted<KEPT>(xs[p]);
             }
         };
         const auto write_residual = [&](int begin) LAMBDA {
             if constexpr (ADD_RESIDUAL) {
                 UNROLL for (int p = 0; p < BATCH; ++p) {
-                    real h[PACK];
-                    unpack<KEPT>(kept[p], h);  // free where KEPT is RESIDUAL_OUT
-                    store<RESIDUAL_OUT>(residual_out_row, col(begin + p), cols, packed<RESIDUAL_OUT>(h));
+                    store<RESIDUAL_OUT>(residual_out_row, col(begin + p), cols, converted<RESIDUAL_OUT>(kept[p]));
                 }
             }
         };

@@ -29,7 +29,9 @@ def forward(x, weight=None, eps=1e-6, *, residual=None, bias=None, weight_offset
     if residual is not None:
         h = h + np.asarray(residual).astype(np.float64)
         if residual_dtype is not None:
-            h = h.astype(np.float32).astype(residual_dtype).astype(np.float64)
+            if np.dtype(residual_dtype).itemsize < 8:
+                h = h.astype(np.float32)  # where the kernels add
+            h = h.astype(residual_dtype).astype(np.float64)
     with np.errstate(all="ignore"):
         rstd = 1.0 / np.sqrt(np.mean(h * h, axis=-1) + eps)
         y = h * rstd[..., None]

@@ -1,0 +1,235 @@
+"""torch: gradients against float64 and torch's own, what is and is not computed, modules, torch.compile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import assert_rows_close
+
+import rmsnorm_raw as rr
+from rmsnorm_raw import ops, reference
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def leaf(*shape, device="cpu", dtype=torch.float32, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_(grad)
+
+
+def test_gradcheck_in_float64(device):
+    x, residual, weight, bias = (leaf(*s, device=device, dtype=torch.float64, seed=i) for i, s in enumerate([(3, 4, 10), (3, 4, 10), (10,), (10,)]))
+    assert torch.autograd.gradcheck(lambda x, w: rr.rmsnorm(x, w, 1e-5), (x, weight), fast_mode=False)
+    assert torch.autograd.gradcheck(lambda x: rr.rmsnorm(x, None, 1e-5), (x,))
+    assert torch.autograd.gradcheck(
+        lambda x, r, w, b: rr.fused_add_rmsnorm(x, r, w, 1e-5, bias=b, weight_offset=1.0), (x, residual, weight, bias)
+    )
+    heads = leaf(4, 10, device=device, dtype=torch.float64, seed=7)
+    assert torch.autograd.gradcheck(lambda x, w: rr.rmsnorm(x, w, 1e-5), (x, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_residual_stream_equals_eager_torch(device, dtype):
+    def stream(norm, x, weights):
+        y, residual = x, torch.zeros_like(x)
+        for weight in weights:
+            y, residual = norm(torch.tanh(y), residual, weight)
+        return (y * y + residual).float().sum()
+
+    def eager(y, residual, weight):
+        residual = y + residual
+        return torch.nn.functional.rms_norm(residual.double(), (64,), weight.double(), 1e-6).to(dtype), residual
+
+    results = []
+    for norm in (eager, lambda y, r, w: rr.fused_add_rmsnorm(y, r, w, 1e-6)):
+        x = leaf(2, 5, 64, device=device, dtype=dtype)
+        weights = [leaf(64, device=device, dtype=dtype, seed=i) for i in range(3)]
+        loss = stream(norm, x, weights)
+        loss.backward()
+        results.append([loss.detach(), x.grad, *(w.grad for w in weights)])
+    for ours, theirs in zip(*results, strict=True):
+        scale = theirs.abs().max().float()
+        assert (ours.float() - theirs.float()).abs().max() <= scale * (3e-6 if dtype == torch.float32 else 4e-2)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize("used", ["y", "residual_out", "both"])
+def test_no_needed_gradient_is_missing_and_no_other_computed(device, needs, used, monkeypatch):
+    x, residual, weight = (
+        leaf(*shape, device=device, seed=i, grad=grad) for i, (shape, grad) in enumerate(zip([(6, 32), (6, 32), (32,)], needs, strict=True))
+    )
+    calls = []
+    backward = ops._backward
+    monkeypatch.setattr(ops, "_backward", lambda *a: calls.append(a[8:10]) or backward(*a))
+    y, total = rr.fused_add_rmsnorm(x, residual, weight, 1e-6)
+    loss = {"y": y.sum(), "residual_out": total.sum(), "both": y.sum() + 2 * total.sum()}[used]
+    loss.backward()
+    dout = np.ones((6, 32), np.float32)
+    added = None if used == "y" else dout * (2 if used == "both" else 1)
+    h = (x + residual).detach().cpu().numpy()
+    expected = reference.backward(h, weight.detach().cpu().numpy(), dout if used != "residual_out" else 0 * dout, dresidual_out=added)
+    for tensor, needed in zip((x, residual), needs[:2], strict=True):
+        assert (tensor.grad is not None) == needed
+        if needed:
+            assert_rows_close(tensor.grad.cpu().numpy(), expected.dx, "float32", "gradient")
+    if needs[2] and used != "residual_out":
+        np.testing.assert_allclose(weight.grad.cpu().numpy(), expected.dweight, atol=1e-4)
+    else:
+        assert weight.grad is None or not weight.grad.any()
+    if used == "residual_out":
+        assert calls == []  # the gradient passes through unchanged: no kernel, no zeros
+    else:
+        assert calls == [(needs[0] or needs[1], needs[2])]
+
+
+def test_a_frozen_weight_and_a_constant_input_skip_their_work(device, monkeypatch):
+    calls = []
+    backward = ops._backward
+    monkeypatch.setattr(ops, "_backward", lambda *a: calls.append(a[8:10]) or backward(*a))
+    x, weight = leaf(6, 32, device=device), leaf(32, device=device, seed=1)
+    rr.rmsnorm(x, weight.detach()).sum().backward()
+    rr.rmsnorm(x.detach(), weight).sum().backward()
+    assert calls == [(True, False), (False, True)]
+
+
+def test_leaves_never_share_a_gradient(device):
+    x, residual = leaf(6, 32, device=device), leaf(6, 32, device=device, seed=1)
+    y, total = rr.fused_add_rmsnorm(x, residual)
+    (y.sum() + total.sum()).backward()
+    before = residual.grad.clone()
+    x.grad.zero_()
+    assert torch.equal(residual.grad, before)
+
+
+def test_the_incoming_gradient_is_never_written(device):
+    x, weight = leaf(6, 32, device=device), leaf(32, device=device, seed=1)
+    y = rr.rmsnorm(x, weight)
+    dout = torch.randn_like(y)
+    kept = dout.clone()
+    first = torch.autograd.grad(y, x, dout, retain_graph=True)[0].clone()
+    second = torch.autograd.grad(y, x, dout)[0]
+    assert torch.equal(dout, kept)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "sliced", "transposed"])
+def test_gradients_of_any_layout(device, layout):
+    x, weight = leaf(8, 32, device=device), leaf(32, device=device, seed=1)
+    dout = {
+        "expanded": lambda: torch.ones(1, 1, device=device).expand(8, 32),
+        "sliced": lambda: leaf(8, 64, device=device, grad=False)[:, 16:48],
+        "transposed": lambda: leaf(32, 8, device=device, grad=False).t(),
+    }[layout]()
+    strided = torch.autograd.grad(rr.rmsnorm(x, weight), (x, weight), dout)
+    plain = torch.autograd.grad(rr.rmsnorm(x, weight), (x, weight), dout.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
+
+
+def test_parameters_sliced_inputs_and_more_dimensions(device):
+    x = leaf(2, 3, 4, 32, device=device)
+    weight = torch.nn.Parameter(leaf(64, device=device, seed=1, grad=False))[::2]
+    y = rr.rmsnorm(x[:, 1:], weight)
+    y.sum().backward()
+    assert y.shape == (2, 2, 4, 32)
+    assert x.grad[:, 0].eq(0).all()
+
+
+def test_eps_reaches_the_kernel(device):
+    x = leaf(4, 64, device=device) * 1e-3
+    outputs = [rr.RMSNormFunction.apply(x, None, eps) for eps in (1e-5, 1e-6, 1e-2)]
+    for eps, y in zip((1e-5, 1e-6, 1e-2), outputs, strict=True):
+        assert_rows_close(y.detach().cpu().numpy(), reference.forward(x.detach().cpu().numpy(), None, eps).y, "float32")
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_the_second_derivative_is_refused_even_beside_another_term(device):
+    x, weight = leaf(6, 32, device=device), leaf(32, device=device, seed=1)
+    for y in (rr.rmsnorm(x, weight), rr.fused_add_rmsnorm(x, x * 2, weight)[0]):
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            torch.autograd.grad(gradient.sum() + (x**3).sum(), x)
+
+
+def test_autocast_changes_nothing(device):
+    x, weight = leaf(4, 32, device=device, grad=False), leaf(32, device=device, dtype=torch.bfloat16, seed=1)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        inside = rr.rmsnorm(x, weight)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, rr.rmsnorm(x, weight))
+    inside.sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
+
+
+class TestModules:
+    @pytest.mark.parametrize("shape", [(32,), (4, 32), 32])
+    def test_rmsnorm_is_a_drop_in(self, device, shape):
+        theirs = torch.nn.RMSNorm(shape, eps=1e-5, device=device)
+        torch.nn.init.normal_(theirs.weight)
+        ours = rr.RMSNorm(shape, eps=1e-5, device=device)
+        ours.load_state_dict(theirs.state_dict())
+        x = leaf(3, 4, 32, device=device)
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+        assert isinstance(ours, torch.nn.RMSNorm)
+        ours(x).sum().backward()
+        assert ours.weight.grad.shape == theirs.weight.shape
+
+    def test_without_affine_and_without_eps(self, device):
+        ours = rr.RMSNorm(32, elementwise_affine=False, device=device)
+        x = torch.full((1, 32), 0.058, dtype=torch.bfloat16, device=device)
+        assert ours.weight is None
+        torch.testing.assert_close(ours(x).float(), torch.ones(1, 32, device=device), rtol=0, atol=2**-8)
+
+    def test_fused(self, device):
+        norm = rr.FusedAddRMSNorm(32, eps=1e-6, device=device)
+        x, residual = leaf(3, 32, device=device), leaf(3, 32, device=device, seed=1)
+        y, total = norm(x, residual)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(norm(x, residual, prenorm=False), y)
+        assert torch.equal(y, rr.rmsnorm(total, norm.weight, 1e-6))
+
+    def test_heads(self, device):
+        norm = rr.RMSNorm(32, eps=1e-6, heads=4, device=device)
+        torch.nn.init.normal_(norm.weight)
+        x = leaf(5, 4, 32, device=device)
+        expected = torch.nn.functional.rms_norm(x, (32,), None, 1e-6) * norm.weight
+        torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-6)
+        assert "heads=4" in repr(norm)
+
+    def test_wrong_shapes_are_named(self, device):
+        with pytest.raises(ValueError, match=r"\(3, 16\).*\(32,\)"):
+            rr.RMSNorm(32, device=device)(torch.zeros(3, 16, device=device))
+
+
+def _block(x, residual, weight):
+    y, total = rr.fused_add_rmsnorm(x, residual, weight, 1e-6)
+    return rr.rmsnorm(torch.relu(y), weight, 1e-6) + total
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_compiles_without_a_graph_break(device, grad):
+    operands = [leaf(5, 16, device=device, grad=grad), leaf(5, 16, device=device, seed=1, grad=grad), leaf(16, device=device, seed=2, grad=grad)]
+    compiled = torch.compile(_block, fullgraph=True, backend="aot_eager")
+    expected, actual = _block(*operands), compiled(*operands)
+    assert torch.equal(expected, actual)
+    if grad:
+        theirs = torch.autograd.grad(expected.sum(), operands)
+        ours = torch.autograd.grad(actual.sum(), operands)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("weight", [True, False])
+def test_operators_are_sound(device, weight):
+    x, w = leaf(5, 16, device=device, grad=False), leaf(16, device=device, grad=False) if weight else None
+    rstd = torch.ones(5, device=device)
+    torch.library.opcheck(torch.ops.rmsnorm_raw.forward.default, (x, x * 2, w, None, 1e-6, 0.0, "fp32", "stored", None, None, True))
+    for dresidual_dtype in (torch.float32, torch.bfloat16):
+        torch.library.opcheck(
+            torch.ops.rmsnorm_raw.backward.default,
+            (x, w, x, rstd, None, None, 0.0, True, True, True, torch.float32, dresidual_dtype),
+        )
