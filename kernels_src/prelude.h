@@ -37,14 +37,9 @@ DEVICE float madd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __fma_rn(a, b, c); }
 DEVICE float inverse_sqrt(float v) { return rsqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / sqrt(v); }
-
-// The sum over groups of WIDTH neighbouring lanes, in every lane. Adding is commutative, so a butterfly gives all
-// lanes the same bits.
-template <int WIDTH, class T>
-DEVICE T wave_sum(T v) {
-    UNROLL for (int mask = 1; mask < WIDTH; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
-    return v;
-}
+DEVICE void forget(uint32& v) { asm volatile("" : "+r"(v)); }
+DEVICE void forget(float& v) { asm volatile("" : "+f"(v)); }
+DEVICE void forget(double& v) { asm volatile("" : "+d"(v)); }
 
 DEVICE float widen_f16(uint16 bits) {
     float v;
@@ -102,55 +97,16 @@ DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
 DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
-
-// A 32-bit value moved between lanes; a double moves as two halves.
-template <class Move>
-DEVICE float moved(float v, Move move) { return as_float(move(as_bits(v))); }
-template <class Move>
-DEVICE double moved(double v, Move move) {
-    unsigned long long bits = __builtin_bit_cast(unsigned long long, v);
-    return __builtin_bit_cast(double, (unsigned long long)move(uint32(bits >> 32)) << 32 | move(uint32(bits)));
-}
-// By DPP: the operand of the next add, without LDS. clang does not turn shuffles into it.
-template <int CONTROL>
-struct Dpp {
-    DEVICE_MEMBER uint32 operator()(uint32 v) const {
-        return __builtin_amdgcn_update_dpp(0, v, CONTROL, 0xf, 0xf, true);
-    }
-};
-struct OtherRow {  // lanes 0-15 and 16-31 change places
-    DEVICE_MEMBER uint32 operator()(uint32 v) const {
-#if defined(__GFX9__)
-        return __builtin_amdgcn_ds_swizzle(v, 0x401f);  // GFX9 has no DPP for it
-#else
-        return __builtin_amdgcn_permlanex16(v, v, 0x76543210, 0xfedcba98, false, false);
-#endif
-    }
-};
-struct FromLane {
-    int lane;
-    DEVICE_MEMBER uint32 operator()(uint32 v) const { return __builtin_amdgcn_readlane(v, lane); }
-};
-
-// The sum over groups of WIDTH neighbouring lanes, in every lane. The mirrors pair other lanes than an xor would, but
-// after the smaller steps all lanes of a group are equal.
-template <int WIDTH, class T>
-DEVICE T wave_sum(T v) {
-    if constexpr (WIDTH > 1) v += moved(v, Dpp<0xb1>());   // quad_perm [1,0,3,2]
-    if constexpr (WIDTH > 2) v += moved(v, Dpp<0x4e>());   // quad_perm [2,3,0,1]
-    if constexpr (WIDTH > 4) v += moved(v, Dpp<0x141>());  // row_half_mirror
-    if constexpr (WIDTH > 8) v += moved(v, Dpp<0x140>());  // row_mirror
-    if constexpr (WIDTH == 32) v += moved(v, OtherRow());
-    if constexpr (WIDTH == 64) {
-        v = (moved(v, FromLane{0}) + moved(v, FromLane{16})) + (moved(v, FromLane{32}) + moved(v, FromLane{48}));
-    }
-    return v;
-}
+DEVICE void forget(uint32& v) { asm volatile("" : "+v"(v)); }
+DEVICE void forget(float& v) { asm volatile("" : "+v"(v)); }
+DEVICE void forget(double& v) { asm volatile("" : "+v"(v)); }
 
 DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
 DEVICE uint32 narrow_f16(float low, float high) {
     return __builtin_bit_cast(uint16, (_Float16)low) | uint32(__builtin_bit_cast(uint16, (_Float16)high)) << 16;
 }
+
+#elif defined(RMSNORM_RAW_LANES)  // ---- a GPU made of fibres, for tests: tests/lanes/lanes.h comes before this text
 
 #else  // ---- the host: one thread a block, blocks one after the other
 
@@ -186,6 +142,8 @@ DEVICE double madd(double a, double b, double c) { return a * b + c; }
 #endif
 DEVICE float inverse_sqrt(float v) { return 1.0f / __builtin_sqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
+template <class T>
+DEVICE void forget(T&) {}
 template <int WIDTH, class T>
 DEVICE T wave_sum(T v) { return v; }
 
@@ -235,7 +193,66 @@ static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned l
 
 #endif
 
-#if defined(__CUDACC__) || defined(__HIP_DEVICE_COMPILE__)
+// The sum over a wave; on the machine of fibres it is the text of the device that it stands for.
+#if defined(__CUDACC__) || defined(LANES_NVIDIA)
+
+// The sum over groups of WIDTH neighbouring lanes, in every lane. Adding is commutative, so a butterfly gives all
+// lanes the same bits.
+template <int WIDTH, class T>
+DEVICE T wave_sum(T v) {
+    UNROLL for (int mask = 1; mask < WIDTH; mask *= 2) v += __shfl_xor_sync(0xffffffffu, v, mask);
+    return v;
+}
+
+#elif defined(__HIP_DEVICE_COMPILE__) || defined(LANES_AMD)
+
+// A 32-bit value moved between lanes; a double moves as two halves.
+template <class Move>
+DEVICE float moved(float v, Move move) { return as_float(move(as_bits(v))); }
+template <class Move>
+DEVICE double moved(double v, Move move) {
+    unsigned long long bits = __builtin_bit_cast(unsigned long long, v);
+    return __builtin_bit_cast(double, (unsigned long long)move(uint32(bits >> 32)) << 32 | move(uint32(bits)));
+}
+// By DPP: the operand of the next add, without LDS. clang does not turn shuffles into it.
+template <int CONTROL>
+struct Dpp {
+    DEVICE_MEMBER uint32 operator()(uint32 v) const {
+        return __builtin_amdgcn_update_dpp(0, v, CONTROL, 0xf, 0xf, true);
+    }
+};
+struct OtherRow {  // lanes 0-15 and 16-31 change places
+    DEVICE_MEMBER uint32 operator()(uint32 v) const {
+#if defined(__GFX9__)
+        return __builtin_amdgcn_ds_swizzle(v, 0x401f);  // GFX9 has no DPP for it
+#else
+        return __builtin_amdgcn_permlanex16(v, v, 0x76543210, 0xfedcba98, false, false);
+#endif
+    }
+};
+struct FromLane {
+    int lane;
+    DEVICE_MEMBER uint32 operator()(uint32 v) const { return __builtin_amdgcn_readlane(v, lane); }
+};
+
+// The sum over groups of WIDTH neighbouring lanes, in every lane. The mirrors pair other lanes than an xor would, but
+// after the smaller steps all lanes of a group are equal.
+template <int WIDTH, class T>
+DEVICE T wave_sum(T v) {
+    if constexpr (WIDTH > 1) v += moved(v, Dpp<0xb1>());   // quad_perm [1,0,3,2]
+    if constexpr (WIDTH > 2) v += moved(v, Dpp<0x4e>());   // quad_perm [2,3,0,1]
+    if constexpr (WIDTH > 4) v += moved(v, Dpp<0x141>());  // row_half_mirror
+    if constexpr (WIDTH > 8) v += moved(v, Dpp<0x140>());  // row_mirror
+    if constexpr (WIDTH == 32) v += moved(v, OtherRow());
+    if constexpr (WIDTH == 64) {
+        v = (moved(v, FromLane{0}) + moved(v, FromLane{16})) + (moved(v, FromLane{32}) + moved(v, FromLane{48}));
+    }
+    return v;
+}
+
+#endif
+
+#if defined(__CUDACC__) || defined(__HIP_DEVICE_COMPILE__) || defined(RMSNORM_RAW_LANES)
 // One memory access of COUNT elements, which must be aligned to it.
 template <int COUNT, class T>
 struct alignas(COUNT * sizeof(T)) Chunk {
@@ -272,7 +289,6 @@ template <> struct Element<BF16> { typedef uint16 type; };
 template <> struct Element<F32> { typedef float type; };
 template <> struct Element<F64> { typedef double type; };
 template <Dtype D> using element = typename Element<D>::type;
-CONSTEXPR bool is_16_bit(Dtype d) { return d == F16 || d == BF16; }
 
 template <Dtype D>
 DEVICE real widen(element<D> stored) {
@@ -292,60 +308,98 @@ DEVICE real rounded(real value) { return widen<D>(narrow<D>(value)); }
 
 // ---------------------------------------------------------------------------------------------- packs
 
+// On a GPU two 16-bit elements share a 32-bit cell until they are used. As 16-bit values the compiler would take them
+// apart at once, and so wait for a load that is meant to stay in flight.
+template <Dtype D> constexpr int PER_CELL = (D == F16 || D == BF16) && WAVE > 1 ? 2 : 1;
+template <Dtype D> using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
+
 // PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
 template <Dtype D>
 struct alignas(PACK * sizeof(element<D>) < 16 ? PACK * sizeof(element<D>) : 16) Pack {
-    element<D> at[PACK];
+    cell<D> at[PACK / PER_CELL<D>];
 };
 CONSTEXPR int smaller(int a, int b) { return a < b ? a : b; }
 
-// Whether every pack of a thread lies inside the row, so that nothing has to be asked.
-constexpr bool EXACT = COLS > 0 && COLS % (PACK * THREADS_PER_ROW * BATCH) == 0 && ROWS_PER_BLOCK == 1;
+// Whether every pack of every thread lies inside the row, so that nothing has to be asked.
+constexpr bool EXACT =
+    COLS == TILES * PACKS * THREADS_PER_ROW * PACK && (PACKS - KEPT) % BATCH == 0 && ROWS_PER_BLOCK == 1;
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
+constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
 
+// The pack at column `col` of a row of `cols`; zeros beyond its end. Accesses are of VECTOR_OF elements, 16 bytes at most.
 template <Dtype D, int VECTOR_OF = VECTOR>
 DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
-    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>));
+    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
     Pack<D> pack;
-    if (EXACT || col + PACK <= cols) {
-        UNROLL for (int i = 0; i < PACK; i += COUNT) copy<COUNT>(&pack.at[i], row + col + i);
-    } else if (WHOLE_PACKS || col >= cols) {
-        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = 0;
+    if (COUNT >= CELL && (EXACT || col + PACK <= cols)) {
+        UNROLL for (int i = 0; i < PACK; i += COUNT) {
+            copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], reinterpret_cast<const cell<D>*>(row + col + i));
+        }
+    } else if (COUNT >= CELL && (WHOLE_PACKS || col >= cols)) {
+        UNROLL for (int i = 0; i < PACK / CELL; ++i) pack.at[i] = 0;
     } else {
-        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = col + i < cols ? row[col + i] : element<D>(0);
+        const auto get = [&](int i) LAMBDA { return col + i < cols ? row[col + i] : element<D>(0); };
+        UNROLL for (int i = 0; i < PACK / CELL; ++i) {
+            if constexpr (CELL == 2) {
+                pack.at[i] = get(2 * i) | uint32(get(2 * i + 1)) << 16;
+            } else {
+                pack.at[i] = get(i);
+            }
+        }
     }
     return pack;
 }
 
 template <Dtype D, int VECTOR_OF = VECTOR>
 DEVICE void store(element<D>* row, int col, int cols, const Pack<D>& pack) {
-    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>));
-    if (EXACT || col + PACK <= cols) {
-        UNROLL for (int i = 0; i < PACK; i += COUNT) copy<COUNT>(row + col + i, &pack.at[i]);
-    } else if (!WHOLE_PACKS) {
+    constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
+    if (COUNT >= CELL && (EXACT || col + PACK <= cols)) {
+        UNROLL for (int i = 0; i < PACK; i += COUNT) {
+            copy<(COUNT + CELL - 1) / CELL>(reinterpret_cast<cell<D>*>(row + col + i), &pack.at[i / CELL]);
+        }
+    } else if (COUNT < CELL || !WHOLE_PACKS) {
         UNROLL for (int i = 0; i < PACK; ++i) {
-            if (col + i < cols) row[col + i] = pack.at[i];
+            if (col + i >= cols) continue;
+            if constexpr (CELL == 2) {
+                row[col + i] = element<D>(pack.at[i / 2] >> i % 2 * 16);
+            } else {
+                row[col + i] = pack.at[i];
+            }
         }
     }
 }
 
 template <Dtype D>
 DEVICE void unpack(const Pack<D>& pack, real* values) {
-    UNROLL for (int i = 0; i < PACK; ++i) values[i] = widen<D>(pack.at[i]);
+    UNROLL for (int i = 0; i < PACK; ++i) {
+        if constexpr (PER_CELL<D> == 1) {
+            values[i] = widen<D>(pack.at[i]);
+        } else if constexpr (D == BF16) {  // the high half is a float as it stands, but for the low one's bits
+            values[i] = as_float(i % 2 ? pack.at[i / 2] & 0xffff0000u : pack.at[i / 2] << 16);
+        } else {
+            values[i] = widen<D>(element<D>(pack.at[i / 2] >> i % 2 * 16));
+        }
+    }
 }
 template <Dtype D>
 DEVICE Pack<D> packed(const real* values) {
     Pack<D> pack;
-    if constexpr (is_16_bit(D) && WAVE > 1) {  // in pairs: one conversion instruction gives two
-        UNROLL for (int i = 0; i < PACK; i += 2) {
-            uint32 word = D == F16 ? narrow_f16(values[i], values[i + 1]) : narrow_bf16(values[i], values[i + 1]);
-            pack.at[i] = word;
-            pack.at[i + 1] = word >> 16;
+    UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) {
+        if constexpr (PER_CELL<D> == 1) {
+            pack.at[i] = narrow<D>(values[i]);
+        } else if constexpr (D == F16) {
+            pack.at[i] = narrow_f16(values[2 * i], values[2 * i + 1]);
+        } else {
+            pack.at[i] = narrow_bf16(values[2 * i], values[2 * i + 1]);
         }
-    } else {
-        UNROLL for (int i = 0; i < PACK; ++i) pack.at[i] = narrow<D>(values[i]);
     }
     return pack;
+}
+
+// Makes the compiler unpack a pack again at its next use, instead of keeping the values in twice the registers.
+template <Dtype D>
+DEVICE void forget_values(Pack<D>& pack) {
+    UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) forget(pack.at[i]);
 }
 
 // A pack as another dtype; the same one is left as it is.
@@ -362,27 +416,32 @@ DEVICE Pack<TO> converted(const Pack<FROM>& pack) {
 
 // ---------------------------------------------------------------------------------------------- rows
 
-// Where a thread stands: its place in the row, its row in the block, and the block's rows. With per-head weights a block
-// serves one head and counts that head's rows; row() gives the index in memory.
+// Where a thread stands: its columns, its row in the block, and the block's rows. With per-head weights a block serves
+// one head and counts that head's rows; row() gives the index in memory. A row may be shared out in TILES of columns.
 struct Place {
-    int thread, row_in_block, head;
+    int first_col, row_in_block, head;
+    int64 group;  // blocks of one group share rows, not columns
     int64 first, step, end;
     DEVICE_MEMBER int64 row(int64 i) const { return HEADS == 1 ? i : i * HEADS + head; }
+    DEVICE_MEMBER int col(int pack) const { return first_col + pack * (THREADS_PER_ROW * PACK); }
+    DEVICE_MEMBER bool is_first_thread() const { return first_col == 0; }
 };
 
 DEVICE Place place(int64 rows, int blocks) {
     Place at;
-    at.thread = thread_index() % THREADS_PER_ROW;
     at.row_in_block = thread_index() / THREADS_PER_ROW;
     at.head = block_index() % HEADS;
-    const int64 group = block_index() / HEADS, groups = blocks / HEADS, count = rows / HEADS;
+    const int tile = block_index() / HEADS % TILES;
+    at.first_col = (tile * PACKS * THREADS_PER_ROW + thread_index() % THREADS_PER_ROW) * PACK;
+    at.group = block_index() / (HEADS * TILES);
+    const int64 groups = blocks / (HEADS * TILES), count = rows / HEADS;
     if constexpr (INTERLEAVED) {  // neighbouring blocks read neighbouring rows
-        at.first = group * ROWS_PER_BLOCK;
+        at.first = at.group * ROWS_PER_BLOCK;
         at.step = groups * ROWS_PER_BLOCK;
         at.end = count;
     } else {  // one stretch of memory for each block
         const int64 share = (count + groups - 1) / groups;
-        at.first = group * share;
+        at.first = at.group * share;
         at.step = 1;
         at.end = at.first + share < count ? at.first + share : count;
     }

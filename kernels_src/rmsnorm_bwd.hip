@@ -1,54 +1,73 @@
 // Backward, plain and fused-add in one body. x is what was normed: the input, or residual_out.
 //
-//   x̂ = x · rstd,  g = dout · (weight + weight_offset)
-//   dx = rstd · (g − x̂ · mean(g · x̂)) + dresidual_out
+//   x̂ = x · rstd,  g = dout · (weight + weight_offset),  mean = Σ over columns of g · x̂ / COLS
+//   dx = rstd · (g − x̂ · mean) + dresidual_out
 //   dweight = Σ over rows of dout · x̂,  dbias = Σ over rows of dout
 //
-// A block keeps its rows' share of dweight in registers and writes one row of fp32 partials at the end; dweight_reduce
-// adds those in a fixed order. No atomics: the same inputs give the same bits. Where a row does not fit in registers
-// (and on the host) it is read twice, and the share is kept in that row of partials itself.
+// A block keeps its rows' share of dweight in registers and writes one row of partials at the end; dweight_reduce adds
+// those in a fixed order (a lone block writes dweight itself: DIRECT). No atomics: the same inputs give the same bits.
+//
+// Rows too long for registers take two launches: MEAN_ONLY sums g · x̂ over whole rows; then, with MEAN_GIVEN, blocks
+// share a row out in TILES, whose columns' dweight fits in registers again. The host reads a row twice from cache and
+// keeps the share of dweight in the row of partials itself.
+
+// A pack as it comes from memory; left alone until it is used, so that many are in flight.
+struct Input {
+    Pack<X> x;
+    Pack<DOUT> dout;
+    Pack<DRESIDUAL_OUT> dresidual_out;
+};
+// What is known of the whole row.
+struct RowInput {
+    real rstd, mean;
+};
 
 // The sum over the row groups of a block, in the first of them: halves added to halves, a fixed order.
 template <int ROWS>
-DEVICE void block_sum(real (*sums)[PACK], const Place& at) {
+DEVICE void block_sum(real (*sums)[PACK]) {
     if constexpr (ROWS > 1) {
         SHARED real upper[ROWS / 2][BATCH * PACK][THREADS_PER_ROW];
+        const int row = thread_index() / THREADS_PER_ROW, thread = thread_index() % THREADS_PER_ROW;
         for (int half = ROWS / 2; half > 0; half /= 2) {
             sync();
-            if (at.row_in_block >= half && at.row_in_block < 2 * half) {
-                UNROLL for (int k = 0; k < BATCH * PACK; ++k) {
-                    upper[at.row_in_block - half][k][at.thread] = sums[k / PACK][k % PACK];
-                }
+            if (row >= half && row < 2 * half) {
+                UNROLL for (int k = 0; k < BATCH * PACK; ++k) upper[row - half][k][thread] = sums[k / PACK][k % PACK];
             }
             sync();
-            if (at.row_in_block < half) {
-                UNROLL for (int k = 0; k < BATCH * PACK; ++k) {
-                    sums[k / PACK][k % PACK] += upper[at.row_in_block][k][at.thread];
-                }
+            if (row < half) {
+                UNROLL for (int k = 0; k < BATCH * PACK; ++k) sums[k / PACK][k % PACK] += upper[row][k][thread];
             }
         }
     }
 }
 
 KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const element<DOUT>* dout, const real* rstd,
-                   const element<DRESIDUAL_OUT>* dresidual_out, element<DX>* dx, element<DRESIDUAL>* dresidual,
-                   real* dweight_partials, real* dbias_partials, int64 rows, int64 x_pitch, int64 dout_pitch,
-                   int64 dresidual_out_pitch, int64 dx_pitch, int64 dresidual_pitch, int64 partials_pitch,
-                   real weight_offset, int blocks) {
+                   const element<DRESIDUAL_OUT>* dresidual_out, real* means, element<DX>* dx,
+                   element<DRESIDUAL>* dresidual, real* dweight_partials, real* dbias_partials, int64 rows,
+                   int64 x_pitch, int64 dout_pitch, int64 dresidual_out_pitch, int64 dx_pitch, int64 dresidual_pitch,
+                   int64 partials_pitch, real weight_offset, int blocks) {
     const Place at = place(rows, blocks);
     if constexpr (WEIGHT != NONE && HEADS > 1) weight += int64(at.head) * COLS;
-    const auto col = [&](int p) LAMBDA { return (p * THREADS_PER_ROW + at.thread) * PACK; };
 
-    // Partials are padded to whole packs and aligned, whatever the operands are.
+    // Partials are padded to whole packs and aligned, whatever the operands are. DIRECT: they are dweight and dbias.
     const int padded = (COLS + PACK - 1) / PACK * PACK;
-    real* dweight_row = dweight_partials + block_index() * partials_pitch;
-    real* dbias_row = dbias_partials + block_index() * partials_pitch;
+    const int64 slot = at.group * HEADS + at.head;
+    real* const dweight_row = dweight_partials + slot * partials_pitch;
+    real* const dbias_row = dbias_partials + slot * partials_pitch;
     real dw[BATCH][PACK] = {}, db[BATCH][PACK] = {};
     const auto read_sums = [&](const real* partials, int begin, real(*sums)[PACK]) LAMBDA {
-        UNROLL for (int p = 0; p < BATCH; ++p) unpack<COMPUTE>(load<COMPUTE, PACK>(partials, col(begin + p), padded), sums[p]);
+        UNROLL for (int p = 0; p < BATCH; ++p) {
+            unpack<COMPUTE>(load<COMPUTE, PACK>(partials, at.col(begin + p), padded), sums[p]);
+        }
     };
     const auto write_sums = [&](real* partials, int begin, const real(*sums)[PACK]) LAMBDA {
-        UNROLL for (int p = 0; p < BATCH; ++p) store<COMPUTE, PACK>(partials, col(begin + p), padded, packed<COMPUTE>(sums[p]));
+        UNROLL for (int p = 0; p < BATCH; ++p) {
+            store<COMPUTE, PACK>(partials, at.col(begin + p), padded, packed<COMPUTE>(sums[p]));
+        }
+    };
+    const auto write_results = [&](real* results, const real(*sums)[PACK]) LAMBDA {
+        element<WEIGHT>* const row = reinterpret_cast<element<WEIGHT>*>(results) + int64(at.head) * COLS;
+        UNROLL for (int p = 0; p < BATCH; ++p) store<WEIGHT, 1>(row, at.col(p), COLS, packed<WEIGHT>(sums[p]));
     };
     if constexpr (!ROW_IN_REGISTERS) {  // the memory's content is no one's: every block starts from zeros of its own
         for (int begin = 0; begin < PACKS; begin += BATCH) {
@@ -57,73 +76,87 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         }
     }
 
-    Pack<WEIGHT> w[BATCH];
-    const auto load_weight = [&](int begin) LAMBDA {
-        if constexpr (WEIGHT != NONE) {
-            UNROLL for (int p = 0; p < BATCH; ++p) w[p] = load<WEIGHT>(weight, col(begin + p), COLS);
+    const auto load_weight = [&](int p, Pack<WEIGHT>& to) LAMBDA {
+        if constexpr (WEIGHT != NONE) to = load<WEIGHT>(weight, at.col(p), COLS);
+    };
+    const auto load_pack = [&](int64 i, int p, Input& to, bool for_dx) LAMBDA {
+        const int64 row = at.row(i + at.row_in_block);
+        const int cols = i + at.row_in_block < at.end ? COLS : 0;
+        to.x = load<X>(x + row * x_pitch, at.col(p), cols);
+        to.dout = load<DOUT>(dout + row * dout_pitch, at.col(p), cols);
+        if (DRESIDUAL_OUT != NONE && for_dx) {
+            to.dresidual_out = load<DRESIDUAL_OUT>(dresidual_out + row * dresidual_out_pitch, at.col(p), cols);
         }
     };
-    if constexpr (ROW_IN_REGISTERS) load_weight(0);
-
-    // A batch of a row's packs, as they lie in memory, and the row's rstd.
-    struct Inputs {
-        Pack<X> x[BATCH];
-        Pack<DOUT> dout[BATCH];
-        Pack<DRESIDUAL_OUT> dresidual_out[BATCH];
-        real rstd;
+    const auto load_row_input = [&](int64 i) LAMBDA {
+        const int64 row = at.row(i + at.row_in_block);
+        const bool there = i + at.row_in_block < at.end;
+        return RowInput{there ? rstd[row] : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
     };
-    const auto read = [&](int64 base, int begin, Inputs& in, bool last_use) LAMBDA {
-        const int64 row = at.row(base + at.row_in_block);
-        const int cols = base + at.row_in_block < at.end ? COLS : 0;
-        UNROLL for (int p = 0; p < BATCH; ++p) in.x[p] = load<X>(x + row * x_pitch, col(begin + p), cols);
-        UNROLL for (int p = 0; p < BATCH; ++p) in.dout[p] = load<DOUT>(dout + row * dout_pitch, col(begin + p), cols);
-        in.rstd = cols ? rstd[row] : real(0);
-        if (DRESIDUAL_OUT != NONE && last_use) {
-            const element<DRESIDUAL_OUT>* from = dresidual_out + row * dresidual_out_pitch;
-            UNROLL for (int p = 0; p < BATCH; ++p) in.dresidual_out[p] = load<DRESIDUAL_OUT>(from, col(begin + p), cols);
-        }
-    };
-    // g and x̂ of one pack; also what the sums over rows take from it.
-    const auto gradients = [&](const Inputs& in, int p, real* g, real* normed, real* d) LAMBDA {
+    // g, x̂ and dout of one pack.
+    const auto gradients = [&](const Input& in, const Pack<WEIGHT>& w, real rstd, real* g, real* normed, real* d) LAMBDA {
         real factor[PACK];
-        unpack<X>(in.x[p], normed);
-        unpack<DOUT>(in.dout[p], d);
-        UNROLL for (int i = 0; i < PACK; ++i) normed[i] *= in.rstd;
-        if constexpr (WEIGHT != NONE) unpack<WEIGHT>(w[p], factor);
-        UNROLL for (int i = 0; i < PACK; ++i) {
-            if constexpr (OFFSET_WEIGHT) factor[i] += weight_offset;
-            g[i] = WEIGHT != NONE ? d[i] * factor[i] : d[i];
+        unpack<X>(in.x, normed);
+        unpack<DOUT>(in.dout, d);
+        UNROLL for (int k = 0; k < PACK; ++k) normed[k] *= rstd;
+        if constexpr (WEIGHT != NONE) unpack<WEIGHT>(w, factor);
+        UNROLL for (int k = 0; k < PACK; ++k) {
+            if constexpr (OFFSET_WEIGHT) factor[k] += weight_offset;
+            g[k] = WEIGHT != NONE ? d[k] * factor[k] : d[k];
         }
     };
 
-    Inputs in, next;
-    if (PREFETCH && at.first < at.end) read(at.first, 0, next, true);
+    Input in[BATCH], next[PREFETCH == NEXT_ROW ? BATCH : 1];
+    RowInput of_row, of_next;
+    Pack<WEIGHT> w[BATCH];
+    if constexpr (ROW_IN_REGISTERS) {
+        UNROLL for (int p = 0; p < BATCH; ++p) load_weight(p, w[p]);
+    }
+    if (PREFETCH != NO_PREFETCH && at.first < at.end) {
+        of_next = load_row_input(at.first);
+        UNROLL for (int p = 0; p < BATCH; ++p) load_pack(at.first, p, PREFETCH == NEXT_ROW ? next[p] : in[p], true);
+    }
     int turn = 0;
-    for (int64 base = at.first; base < at.end; base += at.step, ++turn) {
-        const int64 row = at.row(base + at.row_in_block);
-        const int cols = ROWS_PER_BLOCK == 1 || base + at.row_in_block < at.end ? COLS : 0;
-        if constexpr (PREFETCH) {
-            in = next;
-            if (base + at.step < at.end) read(base + at.step, 0, next, true);
-        } else if constexpr (ROW_IN_REGISTERS) {
-            read(base, 0, in, true);
+    for (int64 i = at.first; i < at.end; i += at.step, ++turn) {
+        const int64 row = at.row(i + at.row_in_block);
+        const int cols = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end ? COLS : 0;
+        const bool more = i + at.step < at.end;
+        if constexpr (PREFETCH == NO_PREFETCH) {
+            of_row = load_row_input(i);
+        } else {
+            of_row = of_next;
+            if (more) of_next = load_row_input(i + at.step);
+        }
+        if constexpr (ROW_IN_REGISTERS) {
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                if constexpr (PREFETCH == NEXT_ROW) in[p] = next[p];
+                if constexpr (PREFETCH == NO_PREFETCH) load_pack(i, p, in[p], true);
+            }
+            if (PREFETCH == NEXT_ROW && more) {
+                UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i + at.step, p, next[p], true);
+            }
         }
 
-        real mean = 0;  // of g · x̂
-        if constexpr (NEED_DX) {
+        real mean = of_row.mean;
+        if constexpr (MEAN_ONLY || (NEED_DX && !MEAN_GIVEN)) {
             real total = 0;
             for (int section = 0; section < PACKS; section += SECTION) {
                 real lanes[LANES] = {};
                 for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
                     if constexpr (!ROW_IN_REGISTERS) {
-                        load_weight(begin);
-                        read(base, begin, in, false);
+                        UNROLL for (int p = 0; p < BATCH; ++p) {
+                            load_weight(begin + p, w[p]);
+                            load_pack(i, begin + p, in[p], false);
+                        }
                     }
                     UNROLL for (int p = 0; p < BATCH; ++p) {
                         real g[PACK], normed[PACK], d[PACK];
-                        gradients(in, p, g, normed, d);
-                        UNROLL for (int i = 0; i < PACK; ++i) {
-                            lanes[i % LANES] = madd(g[i], normed[i], lanes[i % LANES]);
+                        gradients(in[p], w[p], of_row.rstd, g, normed, d);
+                        UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(g[k], normed[k], lanes[k % LANES]);
+                        if constexpr (UNPACK_AGAIN) {
+                            forget_values<X>(in[p].x);
+                            forget_values<DOUT>(in[p].dout);
+                            if constexpr (WEIGHT != NONE) forget_values<WEIGHT>(w[p]);
                         }
                     }
                 }
@@ -131,34 +164,41 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             }
             mean = row_sum(total, turn) / COLS;
         }
+        if constexpr (MEAN_ONLY) {
+            if (at.is_first_thread() && cols) means[row] = mean;
+            continue;
+        }
 
         for (int begin = 0; begin < PACKS; begin += BATCH) {
             if constexpr (!ROW_IN_REGISTERS) {
-                load_weight(begin);
-                read(base, begin, in, true);
+                UNROLL for (int p = 0; p < BATCH; ++p) {
+                    load_weight(begin + p, w[p]);
+                    load_pack(i, begin + p, in[p], true);
+                }
                 if constexpr (NEED_DWEIGHT) read_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) read_sums(dbias_row, begin, db);
             }
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 real g[PACK], normed[PACK], d[PACK];
-                gradients(in, p, g, normed, d);
-                UNROLL for (int i = 0; i < PACK; ++i) {
-                    if constexpr (NEED_DWEIGHT) dw[p][i] = madd(d[i], normed[i], dw[p][i]);
-                    if constexpr (NEED_DBIAS) db[p][i] += d[i];
+                gradients(in[p], w[p], of_row.rstd, g, normed, d);
+                UNROLL for (int k = 0; k < PACK; ++k) {
+                    if constexpr (NEED_DWEIGHT) dw[p][k] = madd(d[k], normed[k], dw[p][k]);
+                    if constexpr (NEED_DBIAS) db[p][k] += d[k];
                 }
                 if constexpr (NEED_DX) {
                     real v[PACK];
-                    UNROLL for (int i = 0; i < PACK; ++i) v[i] = in.rstd * madd(-normed[i], mean, g[i]);
+                    UNROLL for (int k = 0; k < PACK; ++k) v[k] = of_row.rstd * madd(-normed[k], mean, g[k]);
                     if constexpr (DRESIDUAL_OUT != NONE) {
-                        real d_residual[PACK];
-                        unpack<DRESIDUAL_OUT>(in.dresidual_out[p], d_residual);
-                        UNROLL for (int i = 0; i < PACK; ++i) v[i] += d_residual[i];
+                        real added[PACK];
+                        unpack<DRESIDUAL_OUT>(in[p].dresidual_out, added);
+                        UNROLL for (int k = 0; k < PACK; ++k) v[k] += added[k];
                     }
-                    store<DX>(dx + row * dx_pitch, col(begin + p), cols, packed<DX>(v));
+                    store<DX>(dx + row * dx_pitch, at.col(begin + p), cols, packed<DX>(v));
                     if constexpr (DRESIDUAL != NONE) {  // only where its dtype is not dx's
-                        store<DRESIDUAL>(dresidual + row * dresidual_pitch, col(begin + p), cols, packed<DRESIDUAL>(v));
+                        store<DRESIDUAL>(dresidual + row * dresidual_pitch, at.col(begin + p), cols, packed<DRESIDUAL>(v));
                     }
                 }
+                if (PREFETCH == SAME_REGISTERS && more) load_pack(i + at.step, p, in[p], true);
             }
             if constexpr (!ROW_IN_REGISTERS) {
                 if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
@@ -168,11 +208,13 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     }
 
     if constexpr (ROW_IN_REGISTERS) {
-        if constexpr (NEED_DWEIGHT) block_sum<ROWS_PER_BLOCK>(dw, at);
-        if constexpr (NEED_DBIAS) block_sum<ROWS_PER_BLOCK>(db, at);
+        if constexpr (NEED_DWEIGHT) block_sum<ROWS_PER_BLOCK>(dw);
+        if constexpr (NEED_DBIAS) block_sum<ROWS_PER_BLOCK>(db);
         if (at.row_in_block == 0) {
-            if constexpr (NEED_DWEIGHT) write_sums(dweight_row, 0, dw);
-            if constexpr (NEED_DBIAS) write_sums(dbias_row, 0, db);
+            if constexpr (NEED_DWEIGHT && DIRECT) write_results(dweight_partials, dw);
+            if constexpr (NEED_DBIAS && DIRECT) write_results(dbias_partials, db);
+            if constexpr (NEED_DWEIGHT && !DIRECT) write_sums(dweight_row, 0, dw);
+            if constexpr (NEED_DBIAS && !DIRECT) write_sums(dbias_row, 0, db);
         }
     }
 }

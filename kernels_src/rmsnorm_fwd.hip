@@ -4,12 +4,22 @@
 //   rstd = 1 / sqrt(mean(h²) + eps)
 //   y = h · rstd · (weight + weight_offset) + bias
 //
-// A row is read once: its packs stay in registers between the sum and the scaling (ROW_IN_REGISTERS). Longer rows, and
-// all rows on the host, are read a second time from cache.
+// The first KEPT packs of a row stay in registers between the sum and the scaling. What is beyond (of rows too long for
+// them, and of all rows on the host) is read a second time from cache, BATCH packs at a time.
 
 // What the sum was taken from is what is scaled, so that fused y is rmsnorm(residual_out) to the bit.
-constexpr Dtype KEPT = !ADD_RESIDUAL ? X : ROUND_RESIDUAL ? RESIDUAL_OUT : COMPUTE;
+constexpr Dtype HELD = !ADD_RESIDUAL ? X : ROUND_RESIDUAL ? RESIDUAL_OUT : COMPUTE;
 constexpr Dtype NORMED = ADD_RESIDUAL && ROUND_RESIDUAL ? RESIDUAL_OUT : X;  // what "llama" rounds the normed row to
+
+// A pack as it comes from memory; left alone until it is used, so that many are in flight.
+struct Input {
+    Pack<X> x;
+    Pack<RESIDUAL> residual;
+};
+struct Factors {
+    Pack<WEIGHT> weight;
+    Pack<BIAS> bias;
+};
 
 KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const element<WEIGHT>* weight,
                    const element<BIAS>* bias, element<Y>* y, element<RESIDUAL_OUT>* residual_out, real* rstd,
@@ -19,99 +29,120 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     if constexpr (WEIGHT != NONE && HEADS > 1) weight += int64(at.head) * COLS;
     if constexpr (BIAS != NONE && HEADS > 1) bias += int64(at.head) * COLS;
 
-    Pack<KEPT> kept[BATCH];
-    Pack<WEIGHT> w[BATCH];
-    Pack<BIAS> b[BATCH];
-    const auto col = [&](int p) LAMBDA { return (p * THREADS_PER_ROW + at.thread) * PACK; };
-    const auto load_weight = [&](int begin) LAMBDA {
-        if constexpr (WEIGHT != NONE) {
-            UNROLL for (int p = 0; p < BATCH; ++p) w[p] = load<WEIGHT>(weight, col(begin + p), COLS);
-        }
-        if constexpr (BIAS != NONE) {
-            UNROLL for (int p = 0; p < BATCH; ++p) b[p] = load<BIAS>(bias, col(begin + p), COLS);
-        }
+    const auto load_factors = [&](int p, Factors& to) LAMBDA {
+        if constexpr (WEIGHT != NONE) to.weight = load<WEIGHT>(weight, at.col(p), COLS);
+        if constexpr (BIAS != NONE) to.bias = load<BIAS>(bias, at.col(p), COLS);
     };
-    if constexpr (ROW_IN_REGISTERS) load_weight(0);
+    const auto load_pack = [&](int64 i, int p, Input& to) LAMBDA {
+        const int64 row = at.row(i + at.row_in_block);
+        const int cols = i + at.row_in_block < at.end ? COLS : 0;
+        to.x = load<X>(x + row * x_pitch, at.col(p), cols);
+        if constexpr (ADD_RESIDUAL) to.residual = load<RESIDUAL>(residual + row * residual_pitch, at.col(p), cols);
+    };
+    const auto hold = [&](const Input& in) LAMBDA {
+        if constexpr (!ADD_RESIDUAL) return converted<HELD>(in.x);
+        real h[PACK], r[PACK];
+        unpack<X>(in.x, h);
+        unpack<RESIDUAL>(in.residual, r);
+        UNROLL for (int k = 0; k < PACK; ++k) h[k] += r[k];
+        return packed<HELD>(h);
+    };
+
+    constexpr int SLOTS = KEPT > 0 ? KEPT : 1;
+    Input in[SLOTS], next[PREFETCH == NEXT_ROW ? SLOTS : 1], passing[BATCH];
+    Pack<HELD> kept[SLOTS];
+    Factors factors[SLOTS], passing_factors[BATCH];
+    if constexpr (EARLY_WEIGHT) {
+        UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
+    }
+    if (PREFETCH != NO_PREFETCH && at.first < at.end) {
+        UNROLL for (int p = 0; p < KEPT; ++p) load_pack(at.first, p, PREFETCH == NEXT_ROW ? next[p] : in[p]);
+    }
 
     int turn = 0;
-    for (int64 base = at.first; base < at.end; base += at.step, ++turn) {
+    for (int64 i = at.first; i < at.end; i += at.step, ++turn) {
         // All rows of a block take every turn, as the barrier needs; a row beyond the end has no columns.
-        const int64 row = at.row(base + at.row_in_block);
-        const int cols = ROWS_PER_BLOCK == 1 || base + at.row_in_block < at.end ? COLS : 0;
-        const element<X>* x_row = x + row * x_pitch;
-        const element<RESIDUAL>* residual_row = residual + row * residual_pitch;
-        element<RESIDUAL_OUT>* residual_out_row = residual_out + row * residual_out_pitch;
-
-        const auto read = [&](int begin) LAMBDA {  // a batch in flight before the first of it is used
-            Pack<X> xs[BATCH];
-            UNROLL for (int p = 0; p < BATCH; ++p) xs[p] = load<X>(x_row, col(begin + p), cols);
+        const int64 row = at.row(i + at.row_in_block);
+        const int cols = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end ? COLS : 0;
+        const bool more = i + at.step < at.end;
+        const auto store_residual = [&](int p, const Pack<HELD>& held) LAMBDA {
             if constexpr (ADD_RESIDUAL) {
-                Pack<RESIDUAL> rs[BATCH];
-                UNROLL for (int p = 0; p < BATCH; ++p) rs[p] = load<RESIDUAL>(residual_row, col(begin + p), cols);
-                UNROLL for (int p = 0; p < BATCH; ++p) {
-                    real h[PACK], r[PACK];
-                    unpack<X>(xs[p], h);
-                    unpack<RESIDUAL>(rs[p], r);
-                    UNROLL for (int i = 0; i < PACK; ++i) h[i] += r[i];
-                    kept[p] = packed<KEPT>(h);
-                }
-            } else {
-                UNROLL for (int p = 0; p < BATCH; ++p) kept[p] = converted<KEPT>(xs[p]);
+                const Pack<RESIDUAL_OUT> total = converted<RESIDUAL_OUT>(held);
+                store<RESIDUAL_OUT>(residual_out + row * residual_out_pitch, at.col(p), cols, total);
             }
         };
-        const auto write_residual = [&](int begin) LAMBDA {
-            if constexpr (ADD_RESIDUAL) {
-                UNROLL for (int p = 0; p < BATCH; ++p) {
-                    store<RESIDUAL_OUT>(residual_out_row, col(begin + p), cols, converted<RESIDUAL_OUT>(kept[p]));
-                }
-            }
+        const auto add_squares = [&](const Pack<HELD>& held, real* lanes) LAMBDA {
+            real h[PACK];
+            unpack<HELD>(held, h);
+            UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(h[k], h[k], lanes[k % LANES]);
         };
 
         real total = 0;
-        for (int section = 0; section < PACKS; section += SECTION) {
+        if constexpr (KEPT > 0) {
+            UNROLL for (int p = 0; p < KEPT; ++p) {
+                if constexpr (PREFETCH == NEXT_ROW) in[p] = next[p];
+                if constexpr (PREFETCH == NO_PREFETCH) load_pack(i, p, in[p]);
+            }
+            if (PREFETCH == NEXT_ROW && more) {
+                UNROLL for (int p = 0; p < KEPT; ++p) load_pack(i + at.step, p, next[p]);
+            }
+            real lanes[LANES] = {};
+            UNROLL for (int p = 0; p < KEPT; ++p) {
+                kept[p] = hold(in[p]);
+                store_residual(p, kept[p]);
+                add_squares(kept[p], lanes);
+                if constexpr (UNPACK_AGAIN) forget_values<HELD>(kept[p]);
+            }
+            total = fold(lanes);
+        }
+        // residual_out may be the residual itself: beyond KEPT it is stored only once its row is not read again.
+        for (int section = KEPT; section < PACKS; section += SECTION) {
             real lanes[LANES] = {};
             for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
-                read(begin);
-                // Stored early where the row is not read again: residual_out may be the residual itself.
-                if constexpr (ROW_IN_REGISTERS) write_residual(begin);
-                UNROLL for (int p = 0; p < BATCH; ++p) {
-                    real h[PACK];
-                    unpack<KEPT>(kept[p], h);
-                    UNROLL for (int i = 0; i < PACK; ++i) lanes[i % LANES] = madd(h[i], h[i], lanes[i % LANES]);
-                }
+                UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
+                UNROLL for (int p = 0; p < BATCH; ++p) add_squares(hold(passing[p]), lanes);
             }
             total += fold(lanes);
         }
         const real scale = inverse_sqrt(row_sum(total, turn) / COLS + eps);
-        if (rstd && at.thread == 0 && cols) rstd[row] = scale;
+        if (rstd && at.is_first_thread() && cols) rstd[row] = scale;
 
-        for (int begin = 0; begin < PACKS; begin += BATCH) {
-            if constexpr (!ROW_IN_REGISTERS) {
-                load_weight(begin);
-                read(begin);
-                write_residual(begin);
+        const auto store_normed = [&](int p, const Pack<HELD>& held, const Factors& by) LAMBDA {
+            real v[PACK], factor[PACK], shift[PACK];
+            unpack<HELD>(held, v);
+            UNROLL for (int k = 0; k < PACK; ++k) v[k] *= scale;
+            if constexpr (LLAMA) {
+                UNROLL for (int k = 0; k < PACK; ++k) v[k] = rounded<NORMED>(v[k]);
+            }
+            if constexpr (WEIGHT != NONE) unpack<WEIGHT>(by.weight, factor);
+            if constexpr (OFFSET_WEIGHT) {
+                UNROLL for (int k = 0; k < PACK; ++k) factor[k] += weight_offset;
+            }
+            if constexpr (BIAS != NONE) unpack<BIAS>(by.bias, shift);
+            UNROLL for (int k = 0; k < PACK; ++k) {
+                if constexpr (WEIGHT != NONE && LLAMA) v[k] = rounded<PRODUCT>(v[k] * factor[k]);
+                if constexpr (BIAS != NONE && (WEIGHT == NONE || LLAMA)) v[k] += shift[k];
+                if constexpr (BIAS != NONE && WEIGHT != NONE && !LLAMA) v[k] = madd(v[k], factor[k], shift[k]);
+                if constexpr (BIAS == NONE && WEIGHT != NONE && !LLAMA) v[k] *= factor[k];
+            }
+            store<Y>(y + row * y_pitch, at.col(p), cols, packed<Y>(v));
+        };
+        if constexpr (!EARLY_WEIGHT) {
+            UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
+        }
+        UNROLL for (int p = 0; p < KEPT; ++p) {
+            store_normed(p, kept[p], factors[p]);
+            if (PREFETCH == SAME_REGISTERS && more) load_pack(i + at.step, p, in[p]);
+        }
+        for (int begin = KEPT; begin < PACKS; begin += BATCH) {
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                load_factors(begin + p, passing_factors[p]);
+                load_pack(i, begin + p, passing[p]);
             }
             UNROLL for (int p = 0; p < BATCH; ++p) {
-                real v[PACK], factor[PACK], shift[PACK];
-                unpack<KEPT>(kept[p], v);
-                UNROLL for (int i = 0; i < PACK; ++i) v[i] *= scale;
-                if constexpr (LLAMA) {
-                    UNROLL for (int i = 0; i < PACK; ++i) v[i] = rounded<NORMED>(v[i]);
-                }
-                if constexpr (WEIGHT != NONE) {
-                    unpack<WEIGHT>(w[p], factor);
-                    if constexpr (OFFSET_WEIGHT) {
-                        UNROLL for (int i = 0; i < PACK; ++i) factor[i] += weight_offset;
-                    }
-                }
-                if constexpr (BIAS != NONE) unpack<BIAS>(b[p], shift);
-                UNROLL for (int i = 0; i < PACK; ++i) {
-                    if constexpr (WEIGHT != NONE && LLAMA) v[i] = rounded<PRODUCT>(v[i] * factor[i]);
-                    if constexpr (BIAS != NONE && (WEIGHT == NONE || LLAMA)) v[i] += shift[i];
-                    if constexpr (BIAS != NONE && WEIGHT != NONE && !LLAMA) v[i] = madd(v[i], factor[i], shift[i]);
-                    if constexpr (BIAS == NONE && WEIGHT != NONE && !LLAMA) v[i] *= factor[i];
-                }
-                store<Y>(y + row * y_pitch, col(begin + p), cols, packed<Y>(v));
+                const Pack<HELD> held = hold(passing[p]);
+                store_residual(begin + p, held);
+                store_normed(begin + p, held, passing_factors[p]);
             }
         }
     }

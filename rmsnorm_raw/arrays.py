@@ -414,8 +414,10 @@ class Door:
 
     def workspace(self, obj: Any, needed: int) -> tuple[int, Any]:
         """Pointer and owner of scratch memory of at least `needed` bytes: the caller's, or a fresh one."""
+        if needed == 0:
+            return 0, None
         if obj is None:
-            owner = self.library.empty((max(1, needed // 4),), "float32", self.x)
+            owner = self.library.empty((-(-needed // 4),), "float32", self.x)
             return self._inner_view(owner).pointer, owner
         view = library_of(obj, "workspace").view(obj, "workspace")
         have = view.size * _item_size(obj)

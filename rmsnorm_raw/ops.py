@@ -237,7 +237,7 @@ def fused_add_rmsnorm_bwd(
 
 
 def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweight: bool = True) -> int:
-    """Bytes of scratch that a backward with these operands needs: the partial sums of dweight and dbias.
+    """Bytes of scratch that a backward with these operands needs: partial sums of dweight and dbias, means of long rows.
 
     It depends on shapes, dtypes and the device, not on values or on the other options.
     """
@@ -246,13 +246,15 @@ def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweigh
     if bias is not None:
         door.weight(bias, "bias")
     need_dweight, need_dbias = need_dweight and weight is not None, need_dweight and bias is not None
-    if door.rows == 0 or not (need_dweight or need_dbias):
+    if door.rows == 0:
         return 0
+    sums = need_dweight + need_dbias
     backward = planning.plan_backward(
         door.rows, door.cols, _traits(door), x=door.x.dtype, dout=door.x.dtype, dx=door.x.dtype,
         weight=weight_rows.dtype or None, heads=door.heads, need_dweight=need_dweight, need_dbias=need_dbias,
     )  # fmt: skip
-    return _partials_bytes(door, backward, need_dweight + need_dbias)
+    means, partials = backward.scratch_elements(door.rows, sums)
+    return (_padded(means) + sums * partials) * SIZE[_real(door.x.dtype)]
 
 
 # ------------------------------------------------------------------------------------------------ the steps
@@ -356,29 +358,33 @@ def _backward(
             vector=door.alignment(outputs, planning.elements_per_pack(x_dtype, traits)),
             offset_weight=weight_offset != 0.0, need_dweight=need_dweight, need_dbias=need_dbias,
         )  # fmt: skip
-        size = _partials_bytes(door, backward, sums)
-        partials, scratch = door.workspace(workspace, size) if sums else (0, None)
+        means, partials = backward.scratch_elements(door.rows, sums)
+        real_size = SIZE[_real(x_dtype)]
+        start, scratch = door.workspace(workspace, (_padded(means) + sums * partials) * real_size)
+        sums_start = start + _padded(means) * real_size
         for name in wanted:
             if wanted[name]:
                 results[name] = door.allocate(results.get(name), shapes[name], dtypes[name])
+        at = {name: rows.pointer if (rows := results.get(name)) else 0 for name in wanted}
         dx, dresidual = results.get("dx") or ABSENT, results.get("dresidual") or ABSENT
-        dbias_partials = partials + (size // 2 if need_dweight else 0)
-        pitch = planning.partials_pitch(door.cols, backward.constants)
-        if need_dx or sums:
-            _launch(door, backward, (
-                door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer, added_rows.pointer,
-                dx.pointer, dresidual.pointer, partials, dbias_partials,
-                door.rows, door.x_rows.pitch, dout_rows.pitch, added_rows.pitch, dx.pitch, dresidual.pitch, pitch,
-                weight_offset, backward.blocks,
-            ))  # fmt: skip
-        for name, start in (("dweight", partials), ("dbias", dbias_partials)):
-            rows = results.get(name)
-            if wanted[name] and rows is not None:
+        partials_of = {"dweight": sums_start, "dbias": sums_start + need_dweight * partials * real_size}
+        into = at if backward.direct else partials_of
+        for step in backward.launches:
+            if need_dx or sums:
+                _launch(door, step, (
+                    door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer,
+                    added_rows.pointer, start, at["dx"], at["dresidual"], into["dweight"], into["dbias"],
+                    door.rows, door.x_rows.pitch, dout_rows.pitch, added_rows.pitch, dx.pitch, dresidual.pitch,
+                    backward.partials_pitch, weight_offset, step.blocks,
+                ))  # fmt: skip
+        for name in ("dweight", "dbias"):
+            if wanted[name] and not backward.direct:
                 reduce = planning.plan_reduce(
-                    door.cols, traits, weight=rows.dtype, compute=_real(x_dtype), heads=door.heads
+                    door.cols, traits, weight=dtypes[name], compute=_real(x_dtype), heads=door.heads
                 )
                 _launch(door, reduce, (
-                    start, rows.pointer, backward.blocks // door.heads, pitch, door.heads, door.cols, reduce.blocks,
+                    partials_of[name], at[name], backward.partials_rows // door.heads, backward.partials_pitch,
+                    door.heads, door.cols, reduce.blocks,
                 ))  # fmt: skip
         del scratch  # alive until the launches that use it are in its stream
     dx = door.finish(results.get("dx"))
@@ -411,9 +417,9 @@ def _traits(door: Door) -> planning.Traits:
     return gpu.traits(door.device.index)
 
 
-def _partials_bytes(door: Door, backward: planning.Plan, sums: int) -> int:
-    pitch = planning.partials_pitch(door.cols, backward.constants)
-    return sums * backward.blocks * pitch * SIZE[backward.constants.compute]
+def _padded(elements: int) -> int:
+    """To a multiple that keeps what follows 16-byte aligned."""
+    return -(-elements // 4) * 4
 
 
 # ------------------------------------------------------------------------------------------------ checks of plain values

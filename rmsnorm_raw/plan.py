@@ -9,7 +9,7 @@ device alone, so that a row's result never depends on the rows around it, on ali
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -48,9 +48,13 @@ class Constants:
     batch: int  # packs in flight together
     section: int  # packs between two folds of the accumulators
     lanes: int  # accumulators of a thread
-    row_in_registers: bool
+    kept: int  # packs of a row that stay in registers between its two uses
     interleaved: bool  # rows dealt to blocks in turn; else one stretch for each block
-    prefetch: bool = False  # the next row is loaded before this one is reduced
+    prefetch: str = "NO_PREFETCH"  # or NEXT_ROW: into registers of its own before this row is reduced;
+    # or SAME_REGISTERS: pack by pack as this row's are done with
+    unpack_again: bool = False  # after the sum, instead of keeping the values: fewer registers
+    early_weight: bool = False  # loaded once before the rows, else for each row after its sum
+    tiles: int = 1  # blocks that share a row's columns
     # operands
     compute: str = "float32"
     x: str | None = None
@@ -72,6 +76,9 @@ class Constants:
     need_dx: bool = False
     need_dweight: bool = False
     need_dbias: bool = False
+    mean_only: bool = False  # of the two launches for long rows, the first: the mean of g · x̂
+    mean_given: bool = False  # the second
+    direct: bool = False  # one block for each head: it writes dweight itself
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,29 @@ class Plan:
     @property
     def threads(self) -> int:
         return self.constants.threads_per_row * self.constants.rows_per_block
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The launches of a backward: `means` only for long rows, then `main`; partials are added by plan_reduce's."""
+
+    means: Plan | None
+    main: Plan
+    partials_rows: int  # of all heads together; 0 where no sums are wanted or the main launch writes them itself
+    partials_pitch: int  # elements from one of them to the next: whole packs, 16-byte aligned
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        """Those over the rows, in order."""
+        return (self.main,) if self.means is None else (self.means, self.main)
+
+    @property
+    def direct(self) -> bool:
+        return self.main.constants.direct
+
+    def scratch_elements(self, rows: int, sums: int) -> tuple[int, int]:
+        """Elements of the means and of each sum's partials."""
+        return (rows if self.means else 0), self.partials_rows * self.partials_pitch * (sums > 0)
 
 
 def elements_per_pack(normed: str, traits: Traits) -> int:
@@ -119,7 +149,7 @@ def _on_host(cols: int, pack: int) -> dict:
         "batch": 1,
         "section": max(1, 4096 // pack),
         "lanes": pack,
-        "row_in_registers": False,
+        "kept": 0,
         "interleaved": False,
     }
 
@@ -177,6 +207,8 @@ def plan_forward(
         blocks = _ceil(rows, max(1, 32768 // cols))  # chunks long enough to be worth a turn
     else:
         blocks = _ceil(rows, constants.rows_per_block)
+        if constants.prefetch != "NO_PREFETCH":  # a persistent grid
+            blocks = min(blocks, traits.units * constants.blocks_per_unit)
     threads = constants.threads_per_row * constants.rows_per_block
     return Plan("rmsnorm_fwd", constants, _limit_grid(blocks, threads, heads))
 
@@ -186,19 +218,18 @@ def _forward_on_gpu(cols: int, pack: int, traits: Traits) -> dict:
     # from 16384 are within 3 % of the best of a search; two packs a thread hide the reduction.
     threads = _divide_row(cols, pack, traits.wave, packs_per_thread=2, most_threads=1024)
     packs = _ceil(cols, threads * pack)
-    # Eight packs are 32 registers of row and as many of weight: more would spill at 1024 threads.
-    in_registers = packs <= 4
-    batch = packs if in_registers else 2
+    kept = packs if packs <= 4 else 4
     rows_per_block = _power_of_two_from(_ceil(256, threads)) if threads < 128 else 1
     return {
         "threads_per_row": threads,
         "rows_per_block": rows_per_block,
         "blocks_per_unit": 1 if threads * rows_per_block > 512 else 2,
         "packs": packs,
-        "batch": batch,
+        "batch": kept if kept == packs else 2,
         "section": packs,
         "lanes": min(2, pack),
-        "row_in_registers": in_registers,
+        "kept": kept,
+        "early_weight": packs <= 2,
         "interleaved": True,
     }
 
@@ -220,54 +251,70 @@ def plan_backward(
     offset_weight: bool = False,
     need_dweight: bool = True,
     need_dbias: bool = False,
-) -> Plan:
-    """The backward: dx (None: not wanted), and one row of partials a block for dweight and dbias. `dresidual` is the
-    dtype of a second copy of dx, None where one array serves both."""
+) -> BackwardPlan:
+    """The backward: dx (None: not wanted), and rows of partials for dweight and dbias. `dresidual` is the dtype of a
+    second copy of dx, None where one array serves both."""
     pack = elements_per_pack(x, traits)
+    on_host = traits.vendor == "host"
     sums = need_dweight or need_dbias
-    shape = _on_host(cols, pack) if traits.vendor == "host" else _backward_on_gpu(cols, x, pack, traits, sums)
-    constants = Constants(
+    shape = _on_host(cols, pack) if on_host else _backward_on_gpu(cols, x, pack, traits)
+    tiles = shape.get("tiles", 1)
+    common = Constants(
         cols=cols,
         heads=heads,
         wave=traits.wave,
         pack=pack,
-        vector=pack if traits.vendor == "host" else min(vector, pack),
+        vector=pack if on_host else min(vector, pack),
         compute="float64" if x == "float64" else "float32",
         x=x,
         dout=dout,
         weight=weight,
-        dresidual_out=dresidual_out,
-        dx=dx,
-        dresidual=dresidual,
         offset_weight=offset_weight and weight is not None,
-        need_dx=dx is not None,
-        need_dweight=need_dweight,
-        need_dbias=need_dbias,
         **shape,
     )
-    threads = constants.threads_per_row * constants.rows_per_block
-    if traits.vendor == "host":
+    if on_host:
         # At most 512 rows in one running sum; enough chunks for many threads; partials small against the rows.
-        blocks = _ceil(rows, min(512, max(16, _ceil(rows, 64))))
+        groups = _ceil(rows, min(512, max(16, _ceil(rows, 64))))
     else:
         # A persistent grid. A block's partials cost 8 bytes a column (written, read again): at most half of the rows'
         # own bytes, which only few rows on many units reach.
-        payload = 3 * rows * SIZES[x]
-        affordable = max(1, payload // 16) if sums else rows
-        blocks = min(traits.units * constants.blocks_per_unit, _ceil(rows, constants.rows_per_block), affordable)
-    return Plan("rmsnorm_bwd", constants, _limit_grid(blocks, threads, heads))
+        affordable = max(1, 3 * rows * SIZES[x] // 16) if sums else rows
+        resident = max(1, traits.units * common.blocks_per_unit // tiles)
+        groups = min(resident, _ceil(rows, common.rows_per_block), affordable)
+    threads = common.threads_per_row * common.rows_per_block
+    blocks = _limit_grid(groups * tiles, threads, heads * tiles)
+    two_launches = tiles > 1 and dx is not None
+    direct = sums and not on_host and blocks == heads * tiles
+    constants = replace(
+        common,
+        dresidual_out=dresidual_out,
+        dx=dx,
+        dresidual=dresidual,
+        need_dx=dx is not None,
+        need_dweight=need_dweight,
+        need_dbias=need_dbias,
+        mean_given=two_launches,
+        direct=direct,
+    )
+    return BackwardPlan(
+        means=_plan_means(rows, cols, common, traits) if two_launches else None,
+        main=Plan("rmsnorm_bwd", constants, blocks),
+        partials_rows=blocks // tiles if sums and not direct else 0,
+        partials_pitch=_ceil(cols, pack) * pack,
+    )
 
 
-def _backward_on_gpu(cols: int, x: str, pack: int, traits: Traits, sums: bool) -> dict:
+def _backward_on_gpu(cols: int, x: str, pack: int, traits: Traits) -> dict:
     # H200, bf16 (threads a row × rows a block, blocks a unit): 128×4, 2 at 1024 columns; 128×1, 4 at 2048; 256×1, 2 at
     # 4096; 512×1, 1 at 8192; 512×1, 1 without prefetch at 16384.
+    tiles = 1 if cols * SIZES[x] <= 32768 else _ceil(cols * SIZES[x], 16384)
+    width = _ceil(cols, tiles)
     most = 512 if SIZES[x] < 8 else 256
-    threads = _divide_row(cols, pack, traits.wave, packs_per_thread=2 if SIZES[x] == 2 else 4, most_threads=most)
-    packs = _ceil(cols, threads * pack)
+    threads = _divide_row(width, pack, traits.wave, packs_per_thread=2, most_threads=most)
+    packs = _ceil(width, threads * pack)
     elements = packs * pack
-    in_registers = elements <= (32 if SIZES[x] == 2 else 16)
     rows_per_block = 1
-    if threads <= 128 and elements <= 8:
+    if threads <= 128 and elements <= 8 and tiles == 1:
         # The row groups of a block meet in LDS at the end: half the groups' columns in fp32, at most 16 KiB.
         rows_per_block = min(_power_of_two_from(_ceil(512, threads)), max(1, 8192 // (threads * elements)))
         rows_per_block = max(rows_per_block, _ceil(traits.wave, threads))
@@ -275,16 +322,38 @@ def _backward_on_gpu(cols: int, x: str, pack: int, traits: Traits, sums: bool) -
     resident = 1024 if elements <= 8 else 512
     return {
         "threads_per_row": threads,
-        "rows_per_block": rows_per_block if in_registers else 1,
+        "rows_per_block": rows_per_block,
         "blocks_per_unit": max(1, resident // block),
         "packs": packs,
-        "batch": packs if in_registers else 1,
+        "batch": packs,
         "section": packs,
         "lanes": min(2, pack),
-        "row_in_registers": in_registers,
+        "kept": packs,
         "interleaved": True,
-        "prefetch": in_registers and elements <= 16,
+        "prefetch": "NEXT_ROW" if elements <= 16 else "SAME_REGISTERS",
+        "unpack_again": elements > 16,
+        "tiles": tiles,
     }
+
+
+def _plan_means(rows: int, cols: int, common: Constants, traits: Traits) -> Plan:
+    """The first of two launches for long rows: a block streams a whole row and keeps nothing of it."""
+    threads = min(512, _ceil(_ceil(cols, common.pack), traits.wave) * traits.wave)
+    packs = _ceil(cols, threads * common.pack)
+    constants = replace(
+        common,
+        threads_per_row=threads,
+        rows_per_block=1,
+        blocks_per_unit=2,
+        packs=packs,
+        batch=2,
+        section=packs,
+        kept=0,
+        prefetch="NO_PREFETCH",
+        tiles=1,
+        mean_only=True,
+    )
+    return Plan("rmsnorm_bwd", constants, _limit_grid(rows, threads, common.heads))
 
 
 @lru_cache(maxsize=1024)
@@ -292,31 +361,27 @@ def plan_reduce(cols: int, traits: Traits, *, weight: str, compute: str, heads: 
     """The sum of the partials' rows, cast to the weight's dtype."""
     pack = elements_per_pack(compute, traits)
     on_host = traits.vendor == "host"
-    threads = 1 if on_host else 32
+    # A tile is 128 bytes of partials wide, so that even 1024 columns occupy 32 units.
+    threads = 1 if on_host else 8
     constants = Constants(
         cols=0,
         heads=1,
         wave=traits.wave,
         threads_per_row=threads,
-        rows_per_block=1 if on_host else 16,
+        rows_per_block=1 if on_host else 32,
         blocks_per_unit=1,
         pack=pack,
         vector=pack,
         packs=1,
-        batch=1,
+        batch=1 if on_host else 8,
         section=1,
         lanes=1,
-        row_in_registers=True,
+        kept=1,
         interleaved=True,
         compute=compute,
         weight=weight,
     )
     return Plan("dweight_reduce", constants, _ceil(cols, threads * pack) * heads)
-
-
-def partials_pitch(cols: int, constants: Constants) -> int:
-    """Elements from one row of partials to the next: whole packs, 16-byte aligned."""
-    return _ceil(cols, constants.pack) * constants.pack
 
 
 def promote(a: str, b: str | None) -> str:

@@ -19,7 +19,7 @@ from .plan import Constants
 # alignment of this row of values is the layout that CUDA, HIP and the host build take.
 SIGNATURES = {
     "rmsnorm_fwd": "PPPPPPP" + "qqqqq" + "rr" + "i",
-    "rmsnorm_bwd": "PPPPPPPPP" + "qqqqqqq" + "r" + "i",
+    "rmsnorm_bwd": "PPPPPPPPPP" + "qqqqqqq" + "r" + "i",
     "dweight_reduce": "PP" + "qqq" + "ii",
 }
 
@@ -74,7 +74,10 @@ def read_source(name: str) -> str:
 
 
 def _constants_block(constants: Constants) -> str:
-    lines = ["enum Dtype { NONE, F16, BF16, F32, F64 };"]
+    lines = [
+        "enum Dtype { NONE, F16, BF16, F32, F64 };",
+        "enum Prefetch { NO_PREFETCH, NEXT_ROW, SAME_REGISTERS };",
+    ]
     for field in fields(constants):
         value = getattr(constants, field.name)
         name = field.name.upper()
@@ -82,6 +85,8 @@ def _constants_block(constants: Constants) -> str:
             lines.append(f"constexpr bool {name} = {str(value).lower()};")
         elif isinstance(value, int):
             lines.append(f"constexpr int {name} = {value};")
+        elif field.name == "prefetch":
+            lines.append(f"constexpr Prefetch {name} = {value};")
         else:
             lines.append(f"constexpr Dtype {name} = {_DTYPE_NAMES[value]};")
     return '#line 1 "constants"\n' + "\n".join(lines) + "\n"

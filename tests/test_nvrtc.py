@@ -10,6 +10,10 @@ pytest.importorskip("cuda.core", reason="cuda-core, which compiles without a GPU
 pytest.importorskip("cuda.bindings.nvrtc", reason="the NVRTC bindings are not installed")
 
 
+def backward(*arguments, **operands):
+    return plan_backward(*arguments, **operands).launches
+
+
 def plans(arch):
     traits = Traits("nvidia", arch, wave=32, units=132)
     for cols in (5, 769, 1024, 4096, 16384, 131072):
@@ -17,11 +21,11 @@ def plans(arch):
             vector = 1 if cols in (5, 769) else 8
             yield plan_forward(64, cols, traits, x=dtype, y=dtype, weight=dtype, vector=vector)
             yield plan_forward(64, cols, traits, x=dtype, residual=dtype, residual_out=dtype, y=dtype, weight=dtype, vector=vector)
-            yield plan_backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, weight=dtype, vector=vector)
-            yield plan_backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, dresidual_out=dtype, weight=dtype, vector=vector)
+            yield from backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, weight=dtype, vector=vector)
+            yield from backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, dresidual_out=dtype, weight=dtype, vector=vector)
     yield plan_forward(64, 1024, traits, x="bfloat16", y="float16", weight="float32", bias="float32", llama=True, offset_weight=True)
-    yield plan_backward(64, 128, traits, x="float32", dout="bfloat16", dx="bfloat16", dresidual="float32", weight="float32", heads=4, need_dbias=True)
-    yield plan_backward(64, 1024, traits, x="bfloat16", dout="bfloat16", dx=None, weight="bfloat16")
+    yield from backward(64, 128, traits, x="float32", dout="bfloat16", dx="bfloat16", dresidual="float32", weight="float32", heads=4, need_dbias=True)
+    yield from backward(64, 1024, traits, x="bfloat16", dout="bfloat16", dx=None, weight="bfloat16")
     for dtype in ("float16", "bfloat16", "float32"):
         yield plan_reduce(4096, traits, weight=dtype, compute="float32")
     yield plan_reduce(4096, traits, weight="float64", compute="float64")

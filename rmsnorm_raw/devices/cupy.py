@@ -7,7 +7,6 @@ Must not: know arrays or norms; streams and devices come in as numbers.
 from __future__ import annotations
 
 import shutil
-import threading
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from ..plan import Traits
 from ..program import SIGNATURES, Program
+from . import Compiled
 
 # One tuple for all programs of a vendor: CuPy compiles a dummy for each distinct one. Contraction is off as on the
 # host; for AMD the prelude says so itself, since hipRTC does not know the option.
@@ -28,7 +28,7 @@ def require_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise RuntimeError(
-            f"an operand is on a GPU, which needs CuPy ({error}). Install the one for your card: "
+            f"CuPy cannot be imported, and arrays on a GPU need it ({error}). Install the one for your card: "
             "pip install 'rmsnorm-raw[cuda13]', '[cuda12]' or '[rocm]'"
         ) from error
     return cupy
@@ -45,20 +45,12 @@ def traits(index: int) -> Traits:
     return Traits(vendor, arch, wave=properties["warpSize"], units=properties["multiProcessorCount"])
 
 
-_kernels: dict[tuple[Program, str], Any] = {}
-_lock = threading.Lock()
+_compiled = Compiled()
 
 
 def compile(program: Program, index: int) -> Any:
     """The program's kernel on that device. One for all devices of an architecture: CuPy loads it for each."""
-    key = (program, traits(index).arch)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        with _lock:
-            kernel = _kernels.get(key)
-            if kernel is None:
-                kernel = _kernels[key] = _build(program, index)
-    return kernel
+    return _compiled.get((program, traits(index).arch), lambda: _build(program, index))
 
 
 def _build(program: Program, index: int) -> Any:

@@ -26,6 +26,7 @@ from typing import Any
 from .. import cache
 from ..plan import HOST, Traits
 from ..program import Program
+from . import Compiled
 
 # Contraction is off so that every compiler, every tail and every option rounds alike; the kernels say fma where they
 # mean it. The other two let g++ vectorise square roots and selections.
@@ -104,19 +105,12 @@ def cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-_kernels: dict[Program, Any] = {}
-_lock = threading.Lock()
+_compiled = Compiled()
 
 
 def compile(program: Program, index: int = 0) -> Any:
     """The program's entry, compiled once for this text, compiler and CPU, and kept in memory and on disk."""
-    kernel = _kernels.get(program)
-    if kernel is None:
-        with _lock:
-            kernel = _kernels.get(program)
-            if kernel is None:
-                kernel = _kernels[program] = _load(program)
-    return kernel
+    return _compiled.get(program, lambda: _load(program))
 
 
 def _load(program: Program) -> Any:
@@ -150,6 +144,7 @@ def _build(program: Program, built_with: Compiler) -> bytes:
 _threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
+_lock = threading.Lock()
 
 
 def get_num_threads() -> int:
