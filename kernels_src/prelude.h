@@ -26,6 +26,7 @@ typedef unsigned short uint16;
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_UNIT)
 #define SHARED __shared__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define ENTRY(kernel)
 
 DEVICE int thread_index() { return threadIdx.x; }
@@ -37,9 +38,10 @@ DEVICE float madd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __fma_rn(a, b, c); }
 DEVICE float inverse_sqrt(float v) { return rsqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / sqrt(v); }
-DEVICE void forget(uint32& v) { asm volatile("" : "+r"(v)); }
-DEVICE void forget(float& v) { asm volatile("" : "+f"(v)); }
-DEVICE void forget(double& v) { asm volatile("" : "+d"(v)); }
+// An empty asm would do for the compiler, but its assembler sees through it: it needs a zero that it does not know.
+DEVICE void forget(uint32& v, uint32 zero) { v ^= zero; }
+DEVICE void forget(float& v, uint32 zero) { v = __uint_as_float(__float_as_uint(v) ^ zero); }
+DEVICE void forget(double&, uint32) {}
 
 DEVICE float widen_f16(uint16 bits) {
     float v;
@@ -81,6 +83,7 @@ DEVICE uint32 narrow_bf16(float low, float high) {
         THREADS, THREADS))) __attribute__((amdgpu_waves_per_eu(WAVES_PER_SIMD))) void
 #define SHARED __attribute__((shared))
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("nounroll")
 #define ENTRY(kernel)
 
 DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
@@ -97,9 +100,8 @@ DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
 DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
-DEVICE void forget(uint32& v) { asm volatile("" : "+v"(v)); }
-DEVICE void forget(float& v) { asm volatile("" : "+v"(v)); }
-DEVICE void forget(double& v) { asm volatile("" : "+v"(v)); }
+template <class T>
+DEVICE void forget(T& v, uint32) { asm volatile("" : "+v"(v)); }
 
 DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
 DEVICE uint32 narrow_f16(float low, float high) {
@@ -118,6 +120,7 @@ DEVICE uint32 narrow_f16(float low, float high) {
 #define SHARED static
 // The loops over a pack become one vector operation if g++ does not unroll them first: twice as fast in bf16.
 #define UNROLL _Pragma("GCC unroll 1")
+#define ROLLED
 
 static thread_local int host_block;
 DEVICE int thread_index() { return 0; }
@@ -143,7 +146,7 @@ DEVICE double madd(double a, double b, double c) { return a * b + c; }
 DEVICE float inverse_sqrt(float v) { return 1.0f / __builtin_sqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
-DEVICE void forget(T&) {}
+DEVICE void forget(T&, uint32) {}
 template <int WIDTH, class T>
 DEVICE T wave_sum(T v) { return v; }
 
@@ -396,10 +399,13 @@ DEVICE Pack<D> packed(const real* values) {
     return pack;
 }
 
+// The sign of a square: 0, which no compiler knows before it has the value.
+DEVICE uint32 unknown_zero(real after) { return as_bits(float(after * after)) >> 31; }
+
 // Makes the compiler unpack a pack again at its next use, instead of keeping the values in twice the registers.
 template <Dtype D>
-DEVICE void forget_values(Pack<D>& pack) {
-    UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) forget(pack.at[i]);
+DEVICE void forget_values(Pack<D>& pack, uint32 zero) {
+    UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) forget(pack.at[i], zero);
 }
 
 // A pack as another dtype; the same one is left as it is.

@@ -17,6 +17,7 @@ struct Input {
     Pack<DOUT> dout;
     Pack<DRESIDUAL_OUT> dresidual_out;
 };
+constexpr bool SUM_HERE = MEAN_ONLY || (NEED_DX && !MEAN_GIVEN);
 // What is known of the whole row.
 struct RowInput {
     real rstd, mean;
@@ -79,12 +80,16 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     const auto load_weight = [&](int p, Pack<WEIGHT>& to) LAMBDA {
         if constexpr (WEIGHT != NONE) to = load<WEIGHT>(weight, at.col(p), COLS);
     };
-    const auto load_pack = [&](int64 i, int p, Input& to, bool for_dx) LAMBDA {
+    const auto load_pack = [&](int64 i, int p, Input& to) LAMBDA {
         const int64 row = at.row(i + at.row_in_block);
         const int cols = i + at.row_in_block < at.end ? COLS : 0;
         to.x = load<X>(x + row * x_pitch, at.col(p), cols);
         to.dout = load<DOUT>(dout + row * dout_pitch, at.col(p), cols);
-        if (DRESIDUAL_OUT != NONE && for_dx) {
+    };
+    const auto load_added = [&](int64 i, int p, Input& to) LAMBDA {
+        if constexpr (DRESIDUAL_OUT != NONE) {
+            const int64 row = at.row(i + at.row_in_block);
+            const int cols = i + at.row_in_block < at.end ? COLS : 0;
             to.dresidual_out = load<DRESIDUAL_OUT>(dresidual_out + row * dresidual_out_pitch, at.col(p), cols);
         }
     };
@@ -106,63 +111,70 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         }
     };
 
-    Input in[BATCH], next[PREFETCH == NEXT_ROW ? BATCH : 1];
+    Input in[BATCH], next[PREFETCH ? BATCH : 1];
     RowInput of_row, of_next;
     Pack<WEIGHT> w[BATCH];
-    if constexpr (ROW_IN_REGISTERS) {
+    if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < BATCH; ++p) load_weight(p, w[p]);
     }
-    if (PREFETCH != NO_PREFETCH && at.first < at.end) {
+    if (PREFETCH && at.first < at.end) {
         of_next = load_row_input(at.first);
-        UNROLL for (int p = 0; p < BATCH; ++p) load_pack(at.first, p, PREFETCH == NEXT_ROW ? next[p] : in[p], true);
+        UNROLL for (int p = 0; p < BATCH; ++p) {
+            load_pack(at.first, p, next[p]);
+            load_added(at.first, p, next[p]);
+        }
     }
     int turn = 0;
     for (int64 i = at.first; i < at.end; i += at.step, ++turn) {
         const int64 row = at.row(i + at.row_in_block);
         const int cols = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end ? COLS : 0;
-        const bool more = i + at.step < at.end;
-        if constexpr (PREFETCH == NO_PREFETCH) {
-            of_row = load_row_input(i);
-        } else {
+        if constexpr (PREFETCH) {
             of_row = of_next;
-            if (more) of_next = load_row_input(i + at.step);
-        }
-        if constexpr (ROW_IN_REGISTERS) {
-            UNROLL for (int p = 0; p < BATCH; ++p) {
-                if constexpr (PREFETCH == NEXT_ROW) in[p] = next[p];
-                if constexpr (PREFETCH == NO_PREFETCH) load_pack(i, p, in[p], true);
+            UNROLL for (int p = 0; p < BATCH; ++p) in[p] = next[p];
+            if (i + at.step < at.end) {
+                of_next = load_row_input(i + at.step);
+                UNROLL for (int p = 0; p < BATCH; ++p) {
+                    load_pack(i + at.step, p, next[p]);
+                    load_added(i + at.step, p, next[p]);
+                }
             }
-            if (PREFETCH == NEXT_ROW && more) {
-                UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i + at.step, p, next[p], true);
+        } else {
+            of_row = load_row_input(i);
+            if constexpr (ROW_IN_REGISTERS) {
+                UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, p, in[p]);
             }
         }
 
         real mean = of_row.mean;
-        if constexpr (MEAN_ONLY || (NEED_DX && !MEAN_GIVEN)) {
+        if constexpr (SUM_HERE) {
             real total = 0;
             for (int section = 0; section < PACKS; section += SECTION) {
                 real lanes[LANES] = {};
-                for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
-                    if constexpr (!ROW_IN_REGISTERS) {
-                        UNROLL for (int p = 0; p < BATCH; ++p) {
-                            load_weight(begin + p, w[p]);
-                            load_pack(i, begin + p, in[p], false);
-                        }
+                ROLLED for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
+                    UNROLL for (int p = 0; p < BATCH; ++p) {
+                        if constexpr (!EARLY_WEIGHT) load_weight(begin + p, w[p]);
+                        if constexpr (!ROW_IN_REGISTERS) load_pack(i, begin + p, in[p]);
                     }
                     UNROLL for (int p = 0; p < BATCH; ++p) {
                         real g[PACK], normed[PACK], d[PACK];
                         gradients(in[p], w[p], of_row.rstd, g, normed, d);
                         UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(g[k], normed[k], lanes[k % LANES]);
-                        if constexpr (UNPACK_AGAIN) {
-                            forget_values<X>(in[p].x);
-                            forget_values<DOUT>(in[p].dout);
-                            if constexpr (WEIGHT != NONE) forget_values<WEIGHT>(w[p]);
-                        }
                     }
                 }
                 total += fold(lanes);
             }
+            if constexpr (!PREFETCH && ROW_IN_REGISTERS) {  // on its way during the reduction, and no sooner: registers
+                UNROLL for (int p = 0; p < BATCH; ++p) load_added(i, p, in[p]);
+            }
             mean = row_sum(total, turn) / COLS;
+            if constexpr (UNPACK_AGAIN) {
+                const uint32 zero = unknown_zero(mean);
+                UNROLL for (int p = 0; p < BATCH; ++p) {
+                    forget_values<X>(in[p].x, zero);
+                    forget_values<DOUT>(in[p].dout, zero);
+                    if constexpr (WEIGHT != NONE) forget_values<WEIGHT>(w[p], zero);
+                }
+            }
         }
         if constexpr (MEAN_ONLY) {
             if (at.is_first_thread() && cols) means[row] = mean;
@@ -170,11 +182,12 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         }
 
         for (int begin = 0; begin < PACKS; begin += BATCH) {
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                if constexpr (NEED_DX && !EARLY_WEIGHT) load_weight(begin + p, w[p]);
+                if constexpr (!ROW_IN_REGISTERS) load_pack(i, begin + p, in[p]);
+                if constexpr (!PREFETCH && (!ROW_IN_REGISTERS || !SUM_HERE)) load_added(i, begin + p, in[p]);
+            }
             if constexpr (!ROW_IN_REGISTERS) {
-                UNROLL for (int p = 0; p < BATCH; ++p) {
-                    load_weight(begin + p, w[p]);
-                    load_pack(i, begin + p, in[p], true);
-                }
                 if constexpr (NEED_DWEIGHT) read_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) read_sums(dbias_row, begin, db);
             }
@@ -198,7 +211,6 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                         store<DRESIDUAL>(dresidual + row * dresidual_pitch, at.col(begin + p), cols, packed<DRESIDUAL>(v));
                     }
                 }
-                if (PREFETCH == SAME_REGISTERS && more) load_pack(i + at.step, p, in[p], true);
             }
             if constexpr (!ROW_IN_REGISTERS) {
                 if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);

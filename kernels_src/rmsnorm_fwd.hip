@@ -49,14 +49,14 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     };
 
     constexpr int SLOTS = KEPT > 0 ? KEPT : 1;
-    Input in[SLOTS], next[PREFETCH == NEXT_ROW ? SLOTS : 1], passing[BATCH];
+    Input in[SLOTS], next[PREFETCH ? SLOTS : 1], passing[BATCH];
     Pack<HELD> kept[SLOTS];
     Factors factors[SLOTS], passing_factors[BATCH];
     if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
     }
-    if (PREFETCH != NO_PREFETCH && at.first < at.end) {
-        UNROLL for (int p = 0; p < KEPT; ++p) load_pack(at.first, p, PREFETCH == NEXT_ROW ? next[p] : in[p]);
+    if (PREFETCH && at.first < at.end) {
+        UNROLL for (int p = 0; p < KEPT; ++p) load_pack(at.first, p, next[p]);
     }
 
     int turn = 0;
@@ -64,7 +64,6 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         // All rows of a block take every turn, as the barrier needs; a row beyond the end has no columns.
         const int64 row = at.row(i + at.row_in_block);
         const int cols = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end ? COLS : 0;
-        const bool more = i + at.step < at.end;
         const auto store_residual = [&](int p, const Pack<HELD>& held) LAMBDA {
             if constexpr (ADD_RESIDUAL) {
                 const Pack<RESIDUAL_OUT> total = converted<RESIDUAL_OUT>(held);
@@ -77,35 +76,39 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(h[k], h[k], lanes[k % LANES]);
         };
 
-        real total = 0;
-        if constexpr (KEPT > 0) {
-            UNROLL for (int p = 0; p < KEPT; ++p) {
-                if constexpr (PREFETCH == NEXT_ROW) in[p] = next[p];
-                if constexpr (PREFETCH == NO_PREFETCH) load_pack(i, p, in[p]);
+        real total = 0, lanes[LANES] = {};
+        UNROLL for (int p = 0; p < KEPT; ++p) {
+            if constexpr (PREFETCH) {
+                in[p] = next[p];
+            } else {
+                load_pack(i, p, in[p]);
             }
-            if (PREFETCH == NEXT_ROW && more) {
-                UNROLL for (int p = 0; p < KEPT; ++p) load_pack(i + at.step, p, next[p]);
-            }
-            real lanes[LANES] = {};
-            UNROLL for (int p = 0; p < KEPT; ++p) {
-                kept[p] = hold(in[p]);
-                store_residual(p, kept[p]);
-                add_squares(kept[p], lanes);
-                if constexpr (UNPACK_AGAIN) forget_values<HELD>(kept[p]);
-            }
-            total = fold(lanes);
+        }
+        if (PREFETCH && i + at.step < at.end) {
+            UNROLL for (int p = 0; p < KEPT; ++p) load_pack(i + at.step, p, next[p]);
+        }
+        UNROLL for (int p = 0; p < KEPT; ++p) {
+            kept[p] = hold(in[p]);
+            store_residual(p, kept[p]);
+            add_squares(kept[p], lanes);
         }
         // residual_out may be the residual itself: beyond KEPT it is stored only once its row is not read again.
         for (int section = KEPT; section < PACKS; section += SECTION) {
-            real lanes[LANES] = {};
             for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
                 UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
                 UNROLL for (int p = 0; p < BATCH; ++p) add_squares(hold(passing[p]), lanes);
             }
-            total += fold(lanes);
+            if (section + SECTION < PACKS) {
+                total += fold(lanes);
+                UNROLL for (int k = 0; k < LANES; ++k) lanes[k] = 0;
+            }
         }
+        total += fold(lanes);
         const real scale = inverse_sqrt(row_sum(total, turn) / COLS + eps);
         if (rstd && at.is_first_thread() && cols) rstd[row] = scale;
+        if constexpr (UNPACK_AGAIN) {
+            UNROLL for (int p = 0; p < KEPT; ++p) forget_values<HELD>(kept[p], unknown_zero(scale));
+        }
 
         const auto store_normed = [&](int p, const Pack<HELD>& held, const Factors& by) LAMBDA {
             real v[PACK], factor[PACK], shift[PACK];
@@ -127,12 +130,11 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             }
             store<Y>(y + row * y_pitch, at.col(p), cols, packed<Y>(v));
         };
-        if constexpr (!EARLY_WEIGHT) {
-            UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
-        }
-        UNROLL for (int p = 0; p < KEPT; ++p) {
-            store_normed(p, kept[p], factors[p]);
-            if (PREFETCH == SAME_REGISTERS && more) load_pack(i + at.step, p, in[p]);
+        UNROLL for (int begin = 0; begin < KEPT; begin += BATCH) {
+            if constexpr (!EARLY_WEIGHT) {
+                UNROLL for (int p = begin; p < smaller(KEPT, begin + BATCH); ++p) load_factors(p, factors[p]);
+            }
+            UNROLL for (int p = begin; p < smaller(KEPT, begin + BATCH); ++p) store_normed(p, kept[p], factors[p]);
         }
         for (int begin = KEPT; begin < PACKS; begin += BATCH) {
             UNROLL for (int p = 0; p < BATCH; ++p) {

@@ -50,8 +50,7 @@ class Constants:
     lanes: int  # accumulators of a thread
     kept: int  # packs of a row that stay in registers between its two uses
     interleaved: bool  # rows dealt to blocks in turn; else one stretch for each block
-    prefetch: str = "NO_PREFETCH"  # or NEXT_ROW: into registers of its own before this row is reduced;
-    # or SAME_REGISTERS: pack by pack as this row's are done with
+    prefetch: bool = False  # the next row is loaded before this one is reduced
     unpack_again: bool = False  # after the sum, instead of keeping the values: fewer registers
     early_weight: bool = False  # loaded once before the rows, else for each row after its sum
     tiles: int = 1  # blocks that share a row's columns
@@ -130,13 +129,20 @@ def _power_of_two_from(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _divide_row(cols: int, pack: int, wave: int, packs_per_thread: int, most_threads: int) -> int:
+def _threads_for(packs: int, packs_per_thread: int, wave: int, most: int) -> int:
     """Threads for a row: a power of two below a wave, whole waves above it, so that few lanes idle at the row's end."""
-    packs = _ceil(cols, pack)
-    threads = packs if packs <= 128 else max(128, _ceil(packs, packs_per_thread))
-    if threads <= wave:
-        return _power_of_two_from(threads)
-    return min(_ceil(threads, wave) * wave, most_threads)
+    threads = _ceil(packs, packs_per_thread)
+    return _power_of_two_from(threads) if threads <= wave else min(_ceil(threads, wave) * wave, most)
+
+
+def _rows_for(threads: int, block: int, wave: int) -> int:
+    """Rows of a block of about `block` threads: a power of two, and at least a wave together."""
+    return max(_power_of_two_from(block // threads + 1) // 2, _ceil(wave, threads), 1)
+
+
+def _resident(traits: Traits, threads_on_h200: int) -> int:
+    """Threads that shall be resident on a unit. A CU has twice a multiprocessor's registers for as many threads."""
+    return threads_on_h200 * (2 if traits.vendor == "amd" else 1)
 
 
 def _on_host(cols: int, pack: int) -> dict:
@@ -182,7 +188,7 @@ def plan_forward(
     alignment allows in one access."""
     normed = residual_out if residual_out and round_residual else x
     pack = elements_per_pack(normed, traits)
-    shape = _on_host(cols, pack) if traits.vendor == "host" else _forward_on_gpu(cols, pack, traits)
+    shape = _on_host(cols, pack) if traits.vendor == "host" else _forward_on_gpu(rows, cols, pack, traits, residual is not None)
     constants = Constants(
         cols=cols,
         heads=heads,
@@ -207,30 +213,64 @@ def plan_forward(
         blocks = _ceil(rows, max(1, 32768 // cols))  # chunks long enough to be worth a turn
     else:
         blocks = _ceil(rows, constants.rows_per_block)
-        if constants.prefetch != "NO_PREFETCH":  # a persistent grid
+        if constants.prefetch:  # a persistent grid
             blocks = min(blocks, traits.units * constants.blocks_per_unit)
     threads = constants.threads_per_row * constants.rows_per_block
     return Plan("rmsnorm_fwd", constants, _limit_grid(blocks, threads, heads))
 
 
-def _forward_on_gpu(cols: int, pack: int, traits: Traits) -> dict:
-    # H200, bf16: 32×8 (threads a row × rows a block) at 256 columns, 128 at 1024, 256 at 4096, 512 at 8192 and 1024
-    # from 16384 are within 3 % of the best of a search; two packs a thread hide the reduction.
-    threads = _divide_row(cols, pack, traits.wave, packs_per_thread=2, most_threads=1024)
-    packs = _ceil(cols, threads * pack)
-    kept = packs if packs <= 4 else 4
-    rows_per_block = _power_of_two_from(_ceil(256, threads)) if threads < 128 else 1
-    return {
+def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool) -> dict:
+    # H200, bf16, µs at 256 MB a tensor and more, best of a search over threads, rows, residency and prefetch. Four packs
+    # a thread (64 bytes of row) are the best at every width: 128×2 (threads × rows) 129 at 4096 columns where 256×1 with
+    # two packs has 142; 256 threads 258 at 8192 (512: 323); 512 threads 257 at 16384 (1024: 361).
+    row_packs = _ceil(cols, pack)
+    if row_packs <= 64:
+        threads = _threads_for(row_packs, 1, traits.wave, 64)
+    else:
+        threads = max(64, _threads_for(row_packs, 4, traits.wave, 512 if row_packs <= 8192 else 1024))
+    packs = _ceil(row_packs, threads)
+    rows_per_block = _rows_for(threads, 128 if threads <= 64 else 256, traits.wave)
+    block = threads * rows_per_block
+    shape = {
         "threads_per_row": threads,
         "rows_per_block": rows_per_block,
-        "blocks_per_unit": 1 if threads * rows_per_block > 512 else 2,
         "packs": packs,
-        "batch": kept if kept == packs else 2,
         "section": packs,
         "lanes": min(2, pack),
-        "kept": kept,
-        "early_weight": packs <= 2,
         "interleaved": True,
+    }
+    if packs <= 4:
+        # From 8192 columns a block's registers are dear: the weight comes late, from L1. Few rows are worth a persistent
+        # grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
+        early = threads < 256
+        prefetch = rows <= 8 * traits.units and threads <= 256
+        if threads > 256:
+            resident = 1024
+        else:
+            resident = 512 if prefetch or not early else 768 if fused else 1024
+        resident = _resident(traits, resident)
+        return shape | {
+            "kept": packs,
+            "batch": packs if early else min(2, packs),
+            "blocks_per_unit": max(1, resident // block),
+            "prefetch": prefetch,
+            "early_weight": early,
+            "unpack_again": not early,
+        }
+    # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
+    # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.
+    if threads == 512:
+        kept = min(packs, 8) if fused or packs > 8 else 2
+        batch = 4 if kept == 8 else 2
+        blocks_per_unit = 1 if kept == 8 else 2
+    else:
+        kept, batch, blocks_per_unit = (4, 1, 1) if fused else (2, 2 if pack == 8 else 1, 1)  # 714 and 340 at 131072
+    return shape | {
+        "kept": min(kept, packs),
+        "batch": batch,
+        "blocks_per_unit": blocks_per_unit * (2 if traits.vendor == "amd" and threads == 512 else 1),
+        "early_weight": False,
+        "unpack_again": True,
     }
 
 
@@ -257,7 +297,7 @@ def plan_backward(
     pack = elements_per_pack(x, traits)
     on_host = traits.vendor == "host"
     sums = need_dweight or need_dbias
-    shape = _on_host(cols, pack) if on_host else _backward_on_gpu(cols, x, pack, traits)
+    shape = _on_host(cols, pack) if on_host else _backward_on_gpu(cols, pack, traits, sums, dresidual_out is not None)
     tiles = shape.get("tiles", 1)
     common = Constants(
         cols=cols,
@@ -304,34 +344,37 @@ def plan_backward(
     )
 
 
-def _backward_on_gpu(cols: int, x: str, pack: int, traits: Traits) -> dict:
-    # H200, bf16 (threads a row × rows a block, blocks a unit): 128×4, 2 at 1024 columns; 128×1, 4 at 2048; 256×1, 2 at
-    # 4096; 512×1, 1 at 8192; 512×1, 1 without prefetch at 16384.
-    tiles = 1 if cols * SIZES[x] <= 32768 else _ceil(cols * SIZES[x], 16384)
-    width = _ceil(cols, tiles)
-    most = 512 if SIZES[x] < 8 else 256
-    threads = _divide_row(width, pack, traits.wave, packs_per_thread=2, most_threads=most)
-    packs = _ceil(width, threads * pack)
-    elements = packs * pack
+def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bool) -> dict:
+    # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two up
+    # to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 435; in two launches 624).
+    row_packs = _ceil(cols, pack)
+    tiles = 1 if row_packs <= 2048 else _ceil(row_packs, 1024)
+    tile_packs = _ceil(row_packs, tiles)
+    threads = _threads_for(tile_packs, 1 if tile_packs <= 256 else 2, traits.wave, 512)
+    packs = _ceil(tile_packs, threads)
     rows_per_block = 1
-    if threads <= 128 and elements <= 8 and tiles == 1:
-        # The row groups of a block meet in LDS at the end: half the groups' columns in fp32, at most 16 KiB.
-        rows_per_block = min(_power_of_two_from(_ceil(512, threads)), max(1, 8192 // (threads * elements)))
-        rows_per_block = max(rows_per_block, _ceil(traits.wave, threads))
+    if threads <= 128 and tiles == 1:
+        # Row groups meet in LDS at the end. A second incoming gradient leaves registers for fewer threads: at 1024
+        # columns 67.7 with 128×2, 3 a unit; 98 with 128×4, 2.
+        rows_per_block = _rows_for(threads, 256 if added else 512, traits.wave)
     block = threads * rows_per_block
-    resident = 1024 if elements <= 8 else 512
+    resident = _resident(traits, {1: 768 if added else 1024, 2: 512}.get(packs, 512))
+    blocks_per_unit = max(1, (resident + block // 2) // block)
+    # Two packs with everything in registers take about 122 of them, 145 with a second gradient.
+    tight = packs == 2 and _resident(traits, 65536) // (blocks_per_unit * block) < 120
     return {
         "threads_per_row": threads,
         "rows_per_block": rows_per_block,
-        "blocks_per_unit": max(1, resident // block),
+        "blocks_per_unit": blocks_per_unit,
         "packs": packs,
         "batch": packs,
         "section": packs,
         "lanes": min(2, pack),
         "kept": packs,
         "interleaved": True,
-        "prefetch": "NEXT_ROW" if elements <= 16 else "SAME_REGISTERS",
-        "unpack_again": elements > 16,
+        "prefetch": (packs <= 2 and not (tight and added)) or not sums,
+        "unpack_again": packs > 2 or tight,
+        "early_weight": packs <= 2,
         "tiles": tiles,
     }
 
@@ -346,10 +389,12 @@ def _plan_means(rows: int, cols: int, common: Constants, traits: Traits) -> Plan
         rows_per_block=1,
         blocks_per_unit=2,
         packs=packs,
-        batch=2,
+        batch=4 if common.pack == 8 else 2,
         section=packs,
         kept=0,
-        prefetch="NO_PREFETCH",
+        prefetch=False,
+        unpack_again=False,
+        early_weight=False,
         tiles=1,
         mean_only=True,
     )

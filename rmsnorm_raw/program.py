@@ -74,10 +74,7 @@ def read_source(name: str) -> str:
 
 
 def _constants_block(constants: Constants) -> str:
-    lines = [
-        "enum Dtype { NONE, F16, BF16, F32, F64 };",
-        "enum Prefetch { NO_PREFETCH, NEXT_ROW, SAME_REGISTERS };",
-    ]
+    lines = ["enum Dtype { NONE, F16, BF16, F32, F64 };"]
     for field in fields(constants):
         value = getattr(constants, field.name)
         name = field.name.upper()
@@ -85,8 +82,6 @@ def _constants_block(constants: Constants) -> str:
             lines.append(f"constexpr bool {name} = {str(value).lower()};")
         elif isinstance(value, int):
             lines.append(f"constexpr int {name} = {value};")
-        elif field.name == "prefetch":
-            lines.append(f"constexpr Prefetch {name} = {value};")
         else:
             lines.append(f"constexpr Dtype {name} = {_DTYPE_NAMES[value]};")
     return '#line 1 "constants"\n' + "\n".join(lines) + "\n"
