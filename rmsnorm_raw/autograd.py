@@ -68,7 +68,9 @@ def _backward_fake(
         x.new_empty(x.shape, dtype=dx_dtype) if need_dx else _absent(x),
         x.new_empty(x.shape, dtype=dresidual_dtype) if two else _absent(x),
         torch.empty_like(weight) if need_dweight and weight is not None else _absent(x),
-        torch.empty_like(bias) if need_dweight and bias is not None else _absent(x),
+        torch.empty_like(bias, dtype=None if weight is None else weight.dtype)
+        if need_dweight and bias is not None
+        else _absent(x),
     )
 
 
@@ -90,7 +92,9 @@ def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, bias_index:
     """(dx, dresidual, dweight, dbias) as far as they are needed, None elsewhere."""
     x, weight, bias, rstd = ctx.saved_tensors
     need_dx = ctx.needs_input_grad[0] or (fused and ctx.needs_input_grad[1])
-    need_dweight = any(ctx.needs_input_grad[i] for i in (2 if fused else 1, bias_index) if i < len(ctx.needs_input_grad))
+    need_dweight = any(
+        ctx.needs_input_grad[i] for i in (2 if fused else 1, bias_index) if i < len(ctx.needs_input_grad)
+    )
     results = torch.ops.rmsnorm_raw.backward(
         x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
         ctx.dx_dtype, ctx.dresidual_dtype,
@@ -186,24 +190,48 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
     """`rmsnorm` for torch tensors of which one needs a gradient, or while torch.compile traces."""
     ops._check_choice(casting, "casting", ("fp32", "llama"))
-    return RMSNormFunction.apply(x, weight, eps, bias, float(weight_offset), casting, _dtype(out_dtype))
+    x, weight, bias = _tensor(x, "x"), _tensor(weight, "weight"), _tensor(bias, "bias")
+    return RMSNormFunction.apply(
+        x, weight, eps, bias, ops._check_offset(weight_offset), casting, _dtype(out_dtype, "out_dtype")
+    )
 
 
 def fused_add_rmsnorm(
     x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
 ):
+    x, residual = _tensor(x, "x"), _tensor(residual, "residual")
     y, total = FusedAddRMSNormFunction.apply(
-        x, residual, weight, eps, bias, float(weight_offset), casting, residual_rounding,
-        _dtype(out_dtype), _dtype(residual_dtype),
+        x, residual, _tensor(weight, "weight"), eps, _tensor(bias, "bias"), ops._check_offset(weight_offset), casting,
+        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"),
     )  # fmt: skip
     return (y, total) if prenorm else y
+
+
+def _tensor(obj: Any, name: str) -> torch.Tensor | None:
+    """An operand as the operators take it: what is no tensor crosses by DLPack, what has no memory is refused."""
+    if obj is None:
+        return None
+    if not isinstance(obj, torch.Tensor):
+        from .bridge import to_torch
+        from .libraries import library_of
+
+        view = library_of(obj, name).view(obj, name)
+        if view.dtype not in ops.SIZE:
+            raise TypeError(f"{name} is {view.dtype}; it must be one of {', '.join(ops.SIZE)}")
+        try:
+            return to_torch(obj)
+        except BufferError:  # read-only: torch has no such tensors
+            return to_torch(obj, copy=True)
+    if not torch.compiler.is_compiling() and obj.device.type not in ("cpu", "cuda"):
+        from .libraries import library_of
+
+        library_of(obj, name).view(obj, name)  # raises
+    return obj
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(dtype: Any) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
-    return getattr(torch, ops.dtype_name(dtype, "dtype"))
+def _dtype(dtype: Any, name: str) -> torch.dtype | None:
+    return None if dtype is None else getattr(torch, ops.dtype_name(dtype, name))

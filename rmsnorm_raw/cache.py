@@ -26,9 +26,13 @@ def folder() -> Path:
 
 
 @lru_cache(maxsize=1)
+def _temporary() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="rmsnorm_raw-", ignore_cleanup_errors=True)
+
+
 def temporary_folder() -> Path:
-    """Where objects go when the cache folder cannot be written, or nothing can be loaded from it."""
-    return Path(tempfile.mkdtemp(prefix="rmsnorm_raw-"))
+    """Where objects go when the cache folder cannot be written, or nothing can be loaded from it; gone with the process."""
+    return Path(_temporary().name)
 
 
 def find(name: str) -> Path | None:
@@ -46,8 +50,9 @@ def find(name: str) -> Path | None:
 def keep(name: str, content: bytes, where: Path | None = None) -> Path:
     """Writes an object beside its final name and renames it, so that no other process ever sees half of it."""
     content += hashlib.sha256(content).digest()  # behind an ELF image a loader never looks
-    for target in [where] if where else [folder(), temporary_folder()]:
+    for choose in [lambda: where] if where else [folder, temporary_folder]:
         try:
+            target = choose()
             target.mkdir(parents=True, exist_ok=True)
             handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=target)
         except OSError:

@@ -41,9 +41,7 @@ class RMSNorm(torch.nn.RMSNorm):
             if len(self.normalized_shape) != 1:
                 raise ValueError(f"heads needs a normalized_shape of one dimension, it is {self.normalized_shape}")
             if elementwise_affine:
-                self.weight = torch.nn.Parameter(
-                    torch.ones(heads, *self.normalized_shape, device=device, dtype=dtype)
-                )
+                self.weight = torch.nn.Parameter(torch.ones(heads, *self.normalized_shape, device=device, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, weight = self._rows(x, "x"), self._flat_weight()

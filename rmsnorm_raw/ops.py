@@ -57,9 +57,7 @@ def rmsnorm(
         from . import autograd
 
         return autograd.rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
-    return _forward(
-        x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None
-    )[0]
+    return _forward(x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None)[0]
 
 
 def fused_add_rmsnorm(
@@ -100,7 +98,17 @@ def fused_add_rmsnorm(
         from . import autograd
 
         return autograd.fused_add_rmsnorm(
-            x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
+            x,
+            residual,
+            weight,
+            eps,
+            prenorm,
+            bias,
+            weight_offset,
+            casting,
+            residual_rounding,
+            out_dtype,
+            residual_dtype,
         )
     y, total, _ = _forward(
         x, residual, weight, eps, False, bias, weight_offset, casting, residual_rounding,
@@ -190,7 +198,7 @@ def rmsnorm_bwd(
 
     Raises: as `rmsnorm_fwd`.
     """
-    _refuse_gradient("rmsnorm_bwd", "rmsnorm", x, weight, dout, rstd, bias, *(out or ()))
+    _refuse_gradient("rmsnorm_bwd", "rmsnorm", x, weight, dout, rstd, bias, *_tuple(out))
     dx, _, dweight, dbias = _backward(
         x, weight, dout, rstd, None, bias, weight_offset, casting, need_dx, need_dweight,
         None, None, out, False, workspace,
@@ -227,7 +235,15 @@ def fused_add_rmsnorm_bwd(
     Raises: as `rmsnorm_fwd`.
     """
     _refuse_gradient(
-        "fused_add_rmsnorm_bwd", "fused_add_rmsnorm", residual_out, weight, dout, rstd, dresidual_out, bias, *(out or ())
+        "fused_add_rmsnorm_bwd",
+        "fused_add_rmsnorm",
+        residual_out,
+        weight,
+        dout,
+        rstd,
+        dresidual_out,
+        bias,
+        *_tuple(out),
     )
     dx, dresidual, dweight, dbias = _backward(
         residual_out, weight, dout, rstd, dresidual_out, bias, weight_offset, casting, need_dx, need_dweight,
@@ -279,7 +295,9 @@ def _forward(
     sum_dtype = _result_dtype(residual_dtype, "residual_dtype", residual_rows.dtype, x_dtype) if added else None
     # Both outputs are checked before either is allocated; each may lie exactly on the operand that it replaces.
     y = door.output(out, "out", door.shape, y_dtype, in_place_of=("x",))
-    total = door.output(residual_out, "residual_out", door.shape, sum_dtype, in_place_of=("residual",)) if added else None
+    total = (
+        door.output(residual_out, "residual_out", door.shape, sum_dtype, in_place_of=("residual",)) if added else None
+    )
     if not added and residual_out is not None:
         raise ValueError("residual_out is given without a residual")
 
@@ -298,12 +316,12 @@ def _forward(
             vector=door.alignment(outputs, planning.elements_per_pack(normed, traits)),
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
-        _launch(door, forward, (
+        _launch(door, [(forward, (
             door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer,
             y.pointer, total.pointer if total else 0, rstd.pointer if rstd else 0,
             door.rows, door.x_rows.pitch, residual_rows.pitch, y.pitch, total.pitch if total else 0,
             eps, weight_offset, forward.blocks,
-        ))  # fmt: skip
+        ))])  # fmt: skip
     return door.finish(y), door.finish(total), door.finish(rstd)
 
 
@@ -334,13 +352,15 @@ def _backward(
     wanted = {"dx": need_dx, "dresidual": two_gradients, "dweight": need_dweight, "dbias": need_dbias}
     shapes = {"dx": door.shape, "dresidual": door.shape}
     shapes |= {"dweight": _shape(weight_rows), "dbias": _shape(bias_rows)}
-    dtypes = {"dx": dx_dtype, "dresidual": dresidual_dtype, "dweight": weight_rows.dtype, "dbias": bias_rows.dtype}
+    dtypes = {"dx": dx_dtype, "dresidual": dresidual_dtype, "dweight": weight_rows.dtype}
+    dtypes["dbias"] = weight_rows.dtype or bias_rows.dtype
     results: dict[str, Rows | None] = {}
     for name, array in given.items():
         if array is not None and not wanted[name]:
             raise ValueError(f"out has an array for {name}, which this call does not compute")
-        in_place_of = ("x", "residual_out") if name == "dx" else ()
-        results[name] = door.output(array, f"out: {name}", shapes[name], dtypes[name], in_place_of)
+        is_sum = name in ("dweight", "dbias")
+        in_place_of = () if is_sum else ("x", "residual_out")
+        results[name] = door.output(array, f"out: {name}", shapes[name], dtypes[name], in_place_of, contiguous=is_sum)
 
     sums = need_dweight + need_dbias
     if door.rows == 0:
@@ -369,44 +389,52 @@ def _backward(
         dx, dresidual = results.get("dx") or ABSENT, results.get("dresidual") or ABSENT
         partials_of = {"dweight": sums_start, "dbias": sums_start + need_dweight * partials * real_size}
         into = at if backward.direct else partials_of
-        for step in backward.launches:
-            if need_dx or sums:
-                _launch(door, step, (
-                    door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer,
-                    added_rows.pointer, start, at["dx"], at["dresidual"], into["dweight"], into["dbias"],
-                    door.rows, door.x_rows.pitch, dout_rows.pitch, added_rows.pitch, dx.pitch, dresidual.pitch,
-                    backward.partials_pitch, weight_offset, step.blocks,
-                ))  # fmt: skip
+        launches = [
+            (step, (
+                door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer,
+                added_rows.pointer, start, at["dx"], at["dresidual"], into["dweight"], into["dbias"],
+                door.rows, door.x_rows.pitch, dout_rows.pitch, added_rows.pitch, dx.pitch, dresidual.pitch,
+                backward.partials_pitch, weight_offset, step.blocks,
+            ))
+            for step in backward.launches
+            if need_dx or sums
+        ]  # fmt: skip
         for name in ("dweight", "dbias"):
             if wanted[name] and not backward.direct:
                 reduce = planning.plan_reduce(
                     door.cols, traits, weight=dtypes[name], compute=_real(x_dtype), heads=door.heads
                 )
-                _launch(door, reduce, (
+                launches.append((reduce, (
                     partials_of[name], at[name], backward.partials_rows // door.heads, backward.partials_pitch,
                     door.heads, door.cols, reduce.blocks,
-                ))  # fmt: skip
+                )))  # fmt: skip
+        _launch(door, launches)
         del scratch  # alive until the launches that use it are in its stream
     dx = door.finish(results.get("dx"))
     dresidual = door.finish(results.get("dresidual")) if two_gradients else dx if fused else None
     return dx, dresidual, door.finish(results.get("dweight")), door.finish(results.get("dbias"))
 
 
-def _launch(door: Door, plan: planning.Plan, arguments: tuple) -> None:
-    """Compiles where needed and launches on the caller's stream, behind what the other operands wait for."""
-    text = program(plan.kernel, plan.constants)
+def _launch(door: Door, launches: list[tuple[planning.Plan, tuple]]) -> None:
+    """Compiles all that is needed before anything runs, then launches on the caller's stream, behind what the other
+    operands wait for."""
+    programs = [program(plan.kernel, plan.constants) for plan, _ in launches]
     if door.device.kind == "host":
         from .devices import host
 
-        host.launch(host.compile(text), plan.blocks, text.pack_arguments(arguments), door.rows * door.cols)
-        return
-    from .devices import cupy as gpu
+        kernels = [host.compile(text) for text in programs]
+        for kernel, text, (plan, arguments) in zip(kernels, programs, launches, strict=True):
+            host.launch(kernel, plan.blocks, text.pack_arguments(arguments), door.rows * door.cols)
+    else:
+        from .devices import cupy as gpu
 
-    index, stream = door.device.index, door.stream()
-    kernel = gpu.compile(text, index)
-    for other in door.other_streams - {stream}:
-        gpu.order(other, stream, index)
-    gpu.launch(kernel, text, plan.blocks, arguments, index, stream)
+        index, stream = door.device.index, door.stream()
+        kernels = [gpu.compile(text, index) for text in programs]
+        for other in door.other_streams - {stream}:
+            gpu.order(other, stream, index)
+        for kernel, text, (plan, arguments) in zip(kernels, programs, launches, strict=True):
+            gpu.launch(kernel, text, plan.blocks, arguments, index, stream)
+    door.written()
 
 
 def _traits(door: Door) -> planning.Traits:
@@ -469,6 +497,10 @@ def _result_dtype(given: Any, name: str, default: str, x_dtype: str) -> str:
 def _require_residual(residual: Any) -> None:
     if residual is None:
         raise ValueError("residual is None; without a residual call rmsnorm")
+
+
+def _tuple(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else ()
 
 
 def _name_outputs(out: Any, names: tuple[str, ...]) -> dict[str, Any]:

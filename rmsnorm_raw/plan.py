@@ -188,7 +188,11 @@ def plan_forward(
     alignment allows in one access."""
     normed = residual_out if residual_out and round_residual else x
     pack = elements_per_pack(normed, traits)
-    shape = _on_host(cols, pack) if traits.vendor == "host" else _forward_on_gpu(rows, cols, pack, traits, residual is not None)
+    shape = (
+        _on_host(cols, pack)
+        if traits.vendor == "host"
+        else _forward_on_gpu(rows, cols, pack, traits, residual is not None)
+    )
     constants = Constants(
         cols=cols,
         heads=heads,

@@ -10,7 +10,7 @@ import hashlib
 import os
 import struct
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from .plan import Constants
@@ -63,7 +63,7 @@ def program(kernel: str, constants: Constants) -> Program:
     return Program(kernel, constants)
 
 
-@lru_cache(maxsize=None)
+@cache
 def read_source(name: str) -> str:
     """A text of kernels_src: inside the package in a wheel, beside it in a checkout."""
     here = Path(__file__).resolve().parent

@@ -37,7 +37,13 @@ def require_cupy() -> Any:
 @lru_cache(maxsize=64)
 def traits(index: int) -> Traits:
     cupy = require_cupy()
-    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    try:
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(
+            f"CuPy finds no usable GPU {index} ({error}). Check the driver with nvidia-smi (rocminfo on ROCm), and that "
+            "the CuPy installed is the one for your card: rmsnorm-raw info"
+        ) from error
     if cupy.cuda.runtime.is_hip:
         arch, vendor = properties["gcnArchName"].decode(), "amd"
     else:

@@ -77,7 +77,7 @@ def compiler() -> Compiler:
 @lru_cache(maxsize=8)
 def _compiler(cxx: str | None) -> Compiler:
     tried = []
-    for words in ([shlex.split(cxx)] if cxx else []) + [["c++"], ["g++"], ["clang++"]]:
+    for words in ([_words(cxx)] if cxx and cxx.strip() else []) + [["c++"], ["g++"], ["clang++"]]:
         tried.append(shlex.join(words))
         if shutil.which(words[0]):
             done = subprocess.run([*words, "--version"], capture_output=True, text=True, check=False)
@@ -92,6 +92,13 @@ def _compiler(cxx: str | None) -> Compiler:
         f"no C++ compiler for the host: tried {', '.join(tried)} and the ziglang package. Install g++ or clang++, "
         "or run: pip install 'rmsnorm-raw[host]'"
     )
+
+
+def _words(cxx: str) -> list[str]:
+    try:
+        return shlex.split(cxx)
+    except ValueError as error:
+        raise RuntimeError(f"CXX is {cxx!r}, which is no command ({error})") from None
 
 
 @lru_cache(maxsize=1)
@@ -124,7 +131,13 @@ def _load(program: Program) -> Any:
         library = ctypes.CDLL(str(path))
     except OSError:  # a folder mounted noexec
         path = cache.keep(name, path.read_bytes(), where=cache.temporary_folder())
-        library = ctypes.CDLL(str(path))
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise RuntimeError(
+                f"no compiled kernel can be loaded from {cache.folder()} or {path.parent} ({error}); set "
+                "RMSNORM_RAW_CACHE_DIR to a folder that is not mounted noexec"
+            ) from error
     entry = getattr(library, f"{program.kernel}_blocks")
     entry.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_int)
     entry.restype = None
@@ -152,7 +165,7 @@ def get_num_threads() -> int:
     global _threads
     if _threads is None:
         given = os.environ.get("RMSNORM_RAW_THREADS")
-        if given is not None and not (given.isdigit() and int(given) > 0):
+        if given is not None and not (given.isascii() and given.isdigit() and int(given) > 0):
             raise ValueError(f"RMSNORM_RAW_THREADS is {given!r}; it must be a positive whole number")
         _threads = int(given) if given else len(os.sched_getaffinity(0))
     return _threads

@@ -1,0 +1,302 @@
+"""The array libraries: how each one's arrays are looked at, allocated, copied and handed back.
+
+Knows: NumPy, CuPy, torch and DLPack, each looked up by the type of the argument, never imported for its own sake.
+Must not: judge whether an operand fits a call; the door does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+ACCEPTED = "a NumPy or CuPy array, a torch CPU or GPU tensor, or another object with __dlpack__"
+
+
+class Device(NamedTuple):
+    kind: str  # "host" or "gpu"
+    index: int
+
+    def __str__(self) -> str:
+        return "the host" if self.kind == "host" else f"GPU {self.index}"
+
+
+HOST = Device("host", 0)
+
+
+@dataclass(slots=True)
+class Array:
+    """A view of somebody's memory. Strides count elements; `owner` keeps the memory alive and is what is handed back."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Device
+    library: Any
+    owner: Any
+    copied_from: tuple[int, int] | None = None  # the bytes of the caller's own array, where this is a copy of it
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class NumpyLibrary:
+    name = "NumPy"
+
+    def view(self, obj: Any, name: str) -> Array:
+        if isinstance(obj, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {ACCEPTED}")
+        if not obj.dtype.isnative:
+            raise TypeError(f"{name} is byte-swapped ({obj.dtype.str}); pass {name}.astype({obj.dtype.name!r})")
+        size = max(1, obj.dtype.itemsize)
+        copied_from = None
+        if not obj.flags.aligned or any(s % size for s in obj.strides):
+            copied_from = np.lib.array_utils.byte_bounds(obj) if hasattr(np.lib, "array_utils") else np.byte_bounds(obj)
+            obj = obj.copy()
+        strides = tuple(s // size for s in obj.strides)
+        return Array(obj.ctypes.data, obj.shape, strides, obj.dtype.name, HOST, self, obj, copied_from)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        return np.empty(shape, _numpy_dtype(dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        return np.zeros(shape, _numpy_dtype(dtype))
+
+    def contiguous(self, owner: Any) -> Any:
+        return np.array(owner, order="C", copy=True)
+
+    def refuse_to_write(self, owner: Any, name: str) -> None:
+        if not owner.flags.writeable:
+            raise ValueError(f"{name} is read-only; pass a writable array")
+
+    def written(self, owner: Any) -> None:
+        pass
+
+    def stream(self, device: Device) -> int:
+        return 0
+
+    def finish(self, owner: Any) -> Any:
+        return owner
+
+
+class CupyLibrary:
+    name = "CuPy"
+
+    def view(self, obj: Any, name: str) -> Array:
+        size = max(1, obj.dtype.itemsize)
+        strides = tuple(s // size for s in obj.strides)
+        device = Device("gpu", obj.device.id)
+        return Array(obj.data.ptr, obj.shape, strides, obj.dtype.name, device, self, obj)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        import cupy
+
+        with cupy.cuda.Device(like.device.index):
+            return cupy.empty(shape, _numpy_dtype(dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        import cupy
+
+        with cupy.cuda.Device(like.device.index):
+            return cupy.zeros(shape, _numpy_dtype(dtype))
+
+    def contiguous(self, owner: Any) -> Any:
+        with owner.device:
+            return owner.copy(order="C")
+
+    def refuse_to_write(self, owner: Any, name: str) -> None:
+        pass
+
+    def written(self, owner: Any) -> None:
+        pass
+
+    def stream(self, device: Device) -> int:
+        import cupy
+
+        with cupy.cuda.Device(device.index):
+            return cupy.cuda.get_current_stream().ptr
+
+    def finish(self, owner: Any) -> Any:
+        return owner
+
+
+class TorchLibrary:
+    name = "torch"
+
+    def view(self, obj: Any, name: str) -> Array:
+        import torch
+
+        kind = obj.device.type
+        if obj.layout is not torch.strided:
+            raise TypeError(f"{name} is a sparse tensor ({obj.layout}); pass {name}.to_dense()")
+        if kind not in ("cpu", "cuda"):
+            raise TypeError(f"{name} is a {kind} tensor; pass {ACCEPTED}")
+        if obj.is_nested:
+            raise TypeError(f"{name} is a nested tensor; pass {ACCEPTED}")
+        if obj.is_neg():
+            obj = obj.resolve_neg()
+        device = HOST if kind == "cpu" else Device("gpu", obj.device.index)
+        dtype = str(obj.dtype).removeprefix("torch.")
+        return Array(obj.data_ptr(), tuple(obj.shape), obj.stride(), dtype, device, self, obj)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        import torch
+
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(like.device))
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device(like.device))
+
+    def contiguous(self, owner: Any) -> Any:
+        import torch
+
+        return owner.detach().clone(memory_format=torch.contiguous_format)
+
+    def refuse_to_write(self, owner: Any, name: str) -> None:
+        import torch
+
+        if owner.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"{name} requires a gradient, which writing into it would lose; pass {name}.detach()")
+
+    def written(self, owner: Any) -> None:
+        import torch
+
+        torch.autograd.graph.increment_version(owner)  # so that a backward which saved the old values says so
+
+    def stream(self, device: Device) -> int:
+        if device.kind == "host":
+            return 0
+        import torch
+
+        return torch.cuda.current_stream(device.index).cuda_stream
+
+    def finish(self, owner: Any) -> Any:
+        return owner
+
+    def _device(self, device: Device) -> Any:
+        return "cpu" if device.kind == "host" else f"cuda:{device.index}"
+
+
+class ExchangeLibrary:
+    """Any other library: operands come in by __dlpack__ as NumPy or CuPy memory, results go back by its from_dlpack."""
+
+    name = "DLPack"
+
+    def __init__(self, from_dlpack: Any):
+        self.from_dlpack = from_dlpack
+
+    def view(self, obj: Any, name: str) -> Array:
+        inner = _import_dlpack(obj, name)
+        array = library_of(inner, name).view(inner, name)
+        array.library = self
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        return self._inner(like.device).empty(shape, dtype, like)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        return self._inner(like.device).zeros(shape, dtype, like)
+
+    def contiguous(self, owner: Any) -> Any:
+        return (_NUMPY if isinstance(owner, np.ndarray) else _CUPY).contiguous(owner)
+
+    def refuse_to_write(self, owner: Any, name: str) -> None:
+        raise ValueError(f"{name} is read-only: only NumPy, CuPy and torch arrays are written in place")
+
+    def written(self, owner: Any) -> None:
+        pass
+
+    def stream(self, device: Device) -> int:
+        return self._inner(device).stream(device)
+
+    def finish(self, owner: Any) -> Any:
+        if self.from_dlpack is None:
+            return owner
+        if owner.dtype.name == "bfloat16":  # NumPy and CuPy cannot export it: the bits travel, the library restores
+            return self.from_dlpack(owner.view(np.uint16)).view(owner.dtype)
+        return self.from_dlpack(owner)
+
+    @staticmethod
+    def _inner(device: Device) -> Any:
+        return _NUMPY if device.kind == "host" else _CUPY
+
+
+_NUMPY, _CUPY, _TORCH = NumpyLibrary(), CupyLibrary(), TorchLibrary()
+_BY_ROOT = {"numpy": _NUMPY, "cupy": _CUPY, "torch": _TORCH}
+
+
+def library_of(obj: Any, name: str) -> Any:
+    """The library that an argument belongs to; TypeError where there is none for it."""
+    library = _library_of_type(type(obj))
+    if library is not None:
+        return library
+    if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
+        return ExchangeLibrary(_from_dlpack_of(obj))
+    raise TypeError(f"{name} is a {type(obj).__module__}.{type(obj).__qualname__}; pass {ACCEPTED}")
+
+
+@lru_cache(maxsize=256)
+def _library_of_type(kind: type) -> Any:
+    if issubclass(kind, np.generic):
+        return None
+    for base in kind.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in _BY_ROOT and base.__name__ in ("ndarray", "Tensor"):
+            return _BY_ROOT[root]
+    return None
+
+
+def _from_dlpack_of(obj: Any) -> Any:
+    if hasattr(obj, "__array_namespace__"):
+        namespace = obj.__array_namespace__()
+        if hasattr(namespace, "from_dlpack"):
+            return namespace.from_dlpack
+    module = sys.modules.get(type(obj).__module__.partition(".")[0])
+    return getattr(module, "from_dlpack", None)
+
+
+def _import_dlpack(obj: Any, name: str) -> Any:
+    kind = int(obj.__dlpack_device__()[0])
+    if kind in (1, 3, 11):  # host memory, pinned by CUDA or ROCm or not
+        if str(getattr(obj, "dtype", "")) == "bfloat16":  # NumPy's from_dlpack has no name for it
+            return np.asarray(obj)
+        return np.from_dlpack(obj)
+    if kind in (2, 10, 13):
+        from .devices import cupy as device
+
+        return device.require_cupy().from_dlpack(obj)
+    raise TypeError(f"{name} lies on a device of DLPack type {kind}; pass {ACCEPTED}")
+
+
+@lru_cache(maxsize=16)
+def _numpy_dtype(name: str) -> np.dtype:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def dtype_name(dtype: Any, name: str) -> str:
+    """The name of a dtype given as a string, a NumPy dtype or type, or a torch dtype."""
+    text = str(dtype)
+    if text.startswith("torch."):
+        text = text.removeprefix("torch.")
+    elif not isinstance(dtype, str):
+        try:
+            known = np.dtype(dtype)
+        except TypeError:
+            raise TypeError(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}") from None
+        text = known.name if known.isnative else f"byte-swapped {known.name}"
+    if text not in DTYPES:
+        raise TypeError(f"{name} is {text}; it must be one of {', '.join(DTYPES)}")
+    return text
