@@ -86,9 +86,7 @@ class Door:
         view = self._view(obj, "rstd", check_dtype=False)
         expected = "float64" if self.x.dtype == "float64" else "float32"
         if view.dtype != expected:
-            raise TypeError(
-                f"rstd is {view.dtype}; for x of {self.x.dtype} it must be {expected}, as the forward gave it"
-            )
+            raise TypeError(f"rstd is {view.dtype}; for x of {self.x.dtype} it must be {expected}, as from the forward")
         if view.shape not in (self.shape[:-1], (self.rows,)):
             raise ValueError(
                 f"rstd has shape {view.shape}, x has {self.shape}; it must be {self.shape[:-1]} or ({self.rows},)"

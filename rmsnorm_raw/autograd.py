@@ -15,12 +15,12 @@ from . import ops
 _LIBRARY = torch.library.Library("rmsnorm_raw", "FRAGMENT")
 
 _SCHEMAS = {
-    "forward": "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, str casting, "
-    "str residual_rounding, ScalarType? out_dtype, ScalarType? residual_dtype, bool store_rstd) "
+    "forward": "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float weight_offset, "
+    "str casting, str residual_rounding, ScalarType? out_dtype, ScalarType? residual_dtype, bool store_rstd) "
     "-> (Tensor y, Tensor residual_out, Tensor rstd)",
     "backward": "(Tensor x, Tensor? weight, Tensor dout, Tensor rstd, Tensor? dresidual_out, Tensor? bias, "
-    "float weight_offset, bool fused, bool need_dx, bool need_dweight, ScalarType dx_dtype, ScalarType dresidual_dtype) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
+    "float weight_offset, bool fused, bool need_dx, bool need_dweight, ScalarType dx_dtype, "
+    "ScalarType dresidual_dtype) -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)",
 }
 
 
@@ -134,7 +134,8 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight=None, eps=1e-6, bias=None, weight_offset=0.0, casting="fp32", out_dtype=None):
         y, _, rstd = torch.ops.rmsnorm_raw.forward(
-            x, None, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, "stored", out_dtype, None, True
+            x, None, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, "stored",
+            out_dtype, None, True,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, rstd)
         ctx.set_materialize_grads(False)

@@ -31,7 +31,7 @@ def _temporary() -> tempfile.TemporaryDirectory:
 
 
 def temporary_folder() -> Path:
-    """Where objects go when the cache folder cannot be written, or nothing can be loaded from it; gone with the process."""
+    """Where objects go when the cache folder is of no use; gone with the process."""
     return Path(_temporary().name)
 
 

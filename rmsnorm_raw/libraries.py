@@ -10,7 +10,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 ACCEPTED = "a NumPy or CuPy array, a torch CPU or GPU tensor, or another object with __dlpack__"
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     kind: str  # "host" or "gpu"
     index: int
 
@@ -31,7 +32,7 @@ HOST = Device("host", 0)
 
 @dataclass(slots=True)
 class Array:
-    """A view of somebody's memory. Strides count elements; `owner` keeps the memory alive and is what is handed back."""
+    """A view of somebody's memory. Strides count elements; `owner` keeps it alive and is what is handed back."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -58,7 +59,8 @@ class NumpyLibrary:
         size = max(1, obj.dtype.itemsize)
         copied_from = None
         if not obj.flags.aligned or any(s % size for s in obj.strides):
-            copied_from = np.lib.array_utils.byte_bounds(obj) if hasattr(np.lib, "array_utils") else np.byte_bounds(obj)
+            bounds = np.lib.array_utils if hasattr(np.lib, "array_utils") else np  # moved in NumPy 2
+            copied_from = getattr(bounds, "byte_bounds")(obj)  # noqa: B009
             obj = obj.copy()
         strides = tuple(s // size for s in obj.strides)
         return Array(obj.ctypes.data, obj.shape, strides, obj.dtype.name, HOST, self, obj, copied_from)

@@ -72,7 +72,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class FusedAddRMSNorm(RMSNorm):
-    """`forward(x, residual, prenorm=True) -> (y, residual_out)`: residual add and norm in one pass, arguments as RMSNorm."""
+    """`forward(x, residual, prenorm=True) -> (y, residual_out)`: residual add and norm in one pass. Made as RMSNorm."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: torch.Tensor, residual: torch.Tensor, prenorm: bool = True

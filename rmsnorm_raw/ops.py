@@ -39,7 +39,7 @@ def rmsnorm(
         weight, bias: (N,), or (H, N) for x (…, H, N); any of the dtypes (float64 only with float64). None: absent.
         eps: added to the mean square; None is float32's epsilon (float64's for float64).
         weight_offset: added to the weight (1.0 for weights stored around zero).
-        casting: "fp32" rounds once, at the end; "llama" rounds x̂ to x's dtype first and multiplies in promote(x, weight).
+        casting: "fp32" rounds once, at the end; "llama" rounds x̂ to x's dtype and multiplies in promote(x, weight).
         out_dtype: dtype of y, x's by default.
         out: array of x's shape that receives y; may be x itself.
 
@@ -158,7 +158,8 @@ def fused_add_rmsnorm_fwd(
 ) -> tuple[Any, Any, Any]:
     """The fused-add forward alone, never differentiated: (y, residual_out, rstd or None).
 
-    Arguments and errors as `fused_add_rmsnorm`; RuntimeError also where a torch operand requires a gradient in grad mode.
+    Arguments and errors as `fused_add_rmsnorm`; RuntimeError also where a torch operand requires a gradient in grad
+    mode.
     """
     _require_residual(residual)
     _refuse_gradient("fused_add_rmsnorm_fwd", "fused_add_rmsnorm", x, residual, weight, bias, out, residual_out)
@@ -253,7 +254,7 @@ def fused_add_rmsnorm_bwd(
 
 
 def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweight: bool = True) -> int:
-    """Bytes of scratch that a backward with these operands needs: partial sums of dweight and dbias, means of long rows.
+    """Bytes of scratch that a backward with these operands needs: partial sums of dweight, dbias; means of long rows.
 
     It depends on shapes, dtypes and the device, not on values or on the other options.
     """
@@ -292,7 +293,7 @@ def _forward(
     _check_choice(casting, "casting", ("fp32", "llama"))
     _check_choice(residual_rounding, "residual_rounding", ("stored", "fp32"))
     y_dtype = _result_dtype(out_dtype, "out_dtype", x_dtype, x_dtype)
-    sum_dtype = _result_dtype(residual_dtype, "residual_dtype", residual_rows.dtype, x_dtype) if added else None
+    sum_dtype = _result_dtype(residual_dtype, "residual_dtype", residual_rows.dtype, x_dtype) if added else ""
     # Both outputs are checked before either is allocated; each may lie exactly on the operand that it replaces.
     y = door.output(out, "out", door.shape, y_dtype, in_place_of=("x",))
     total = (
@@ -308,10 +309,10 @@ def _forward(
         round_residual = residual_rounding == "stored"
         normed = sum_dtype if added and round_residual else x_dtype
         traits = _traits(door)
-        outputs = (y, total) if added else (y,)
+        outputs = (y,) if total is None else (y, total)
         forward = planning.plan_forward(
             door.rows, door.cols, traits,
-            x=x_dtype, y=y_dtype, residual=residual_rows.dtype or None, residual_out=sum_dtype,
+            x=x_dtype, y=y_dtype, residual=residual_rows.dtype or None, residual_out=sum_dtype or None,
             weight=weight_rows.dtype or None, bias=bias_rows.dtype or None, heads=door.heads,
             vector=door.alignment(outputs, planning.elements_per_pack(normed, traits)),
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
@@ -389,7 +390,7 @@ def _backward(
         dx, dresidual = results.get("dx") or ABSENT, results.get("dresidual") or ABSENT
         partials_of = {"dweight": sums_start, "dbias": sums_start + need_dweight * partials * real_size}
         into = at if backward.direct else partials_of
-        launches = [
+        launches: list[tuple[planning.Plan, tuple]] = [
             (step, (
                 door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer,
                 added_rows.pointer, start, at["dx"], at["dresidual"], into["dweight"], into["dbias"],
@@ -450,7 +451,7 @@ def _padded(elements: int) -> int:
     return -(-elements // 4) * 4
 
 
-# ------------------------------------------------------------------------------------------------ checks of plain values
+# ------------------------------------------------------------------------------------------------ plain values
 
 
 def _real(x_dtype: str) -> str:
@@ -534,8 +535,8 @@ def _needs_autograd(*operands: Any) -> bool:
     needs = any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands)
     if needs and not isinstance(operands[0], torch.Tensor):
         raise RuntimeError(
-            f"x is a {type(operands[0]).__module__} array, but another operand is a torch tensor that requires a gradient, "
-            "which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
+            f"x is a {type(operands[0]).__module__} array, but another operand is a torch tensor that requires a "
+            "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
         )
     return needs
 

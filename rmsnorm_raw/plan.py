@@ -33,7 +33,7 @@ HOST = Traits("host", "host", wave=1, units=1)
 
 @dataclass(frozen=True)
 class Constants:
-    """The constexpr block of a program: field `cols` is COLS in the kernels. Dtypes are names; None is an absent operand."""
+    """The constexpr block of a program: `cols` is COLS in the kernels. Dtypes are names; None is an absent operand."""
 
     # how a row is divided
     cols: int  # 0: given at run time
@@ -224,9 +224,9 @@ def plan_forward(
 
 
 def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool) -> dict:
-    # H200, bf16, µs at 256 MB a tensor and more, best of a search over threads, rows, residency and prefetch. Four packs
-    # a thread (64 bytes of row) are the best at every width: 128×2 (threads × rows) 129 at 4096 columns where 256×1 with
-    # two packs has 142; 256 threads 258 at 8192 (512: 323); 512 threads 257 at 16384 (1024: 361).
+    # H200, bf16, µs at 256 MB a tensor and more, best of a search over threads, rows, residency and prefetch. Four
+    # packs a thread (64 bytes of row) are the best at every width: 128×2 (threads × rows) 129 at 4096 columns where
+    # 256×1 with two packs has 142; 256 threads 258 at 8192 (512: 323); 512 threads 257 at 16384 (1024: 361).
     row_packs = _ceil(cols, pack)
     if row_packs <= 64:
         threads = _threads_for(row_packs, 1, traits.wave, 64)
@@ -244,8 +244,8 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
         "interleaved": True,
     }
     if packs <= 4:
-        # From 8192 columns a block's registers are dear: the weight comes late, from L1. Few rows are worth a persistent
-        # grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
+        # From 8192 columns a block's registers are dear: the weight comes late, from L1. Few rows are worth a
+        # persistent grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
         early = threads < 256
         prefetch = rows <= 8 * traits.units and threads <= 256
         if threads > 256:
@@ -349,8 +349,8 @@ def plan_backward(
 
 
 def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bool) -> dict:
-    # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two up
-    # to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 435; in two launches 624).
+    # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two
+    # up to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 435; in two launches 624).
     row_packs = _ceil(cols, pack)
     tiles = 1 if row_packs <= 2048 else _ceil(row_packs, 1024)
     tile_packs = _ceil(row_packs, tiles)

@@ -41,8 +41,8 @@ def traits(index: int) -> Traits:
         properties = cupy.cuda.runtime.getDeviceProperties(index)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(
-            f"CuPy finds no usable GPU {index} ({error}). Check the driver with nvidia-smi (rocminfo on ROCm), and that "
-            "the CuPy installed is the one for your card: rmsnorm-raw info"
+            f"CuPy finds no usable GPU {index} ({error}). Check the driver with nvidia-smi (rocminfo on ROCm), and "
+            "that the CuPy installed is the one for your card: rmsnorm-raw info"
         ) from error
     if cupy.cuda.runtime.is_hip:
         arch, vendor = properties["gcnArchName"].decode(), "amd"
