@@ -265,13 +265,16 @@ def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweigh
     need_dweight, need_dbias = need_dweight and weight is not None, need_dweight and bias is not None
     if door.rows == 0:
         return 0
-    sums = need_dweight + need_dbias
-    backward = planning.plan_backward(
-        door.rows, door.cols, _traits(door), x=door.x.dtype, dout=door.x.dtype, dx=door.x.dtype,
-        weight=weight_rows.dtype or None, heads=door.heads, need_dweight=need_dweight, need_dbias=need_dbias,
-    )  # fmt: skip
-    means, partials = backward.scratch_elements(door.rows, sums)
-    return (_padded(means) + sums * partials) * SIZE[_real(door.x.dtype)]
+    sums, most = need_dweight + need_dbias, 0
+    for dresidual_out in (None, door.x.dtype):  # the grid depends on how much a row brings along
+        backward = planning.plan_backward(
+            door.rows, door.cols, _traits(door), x=door.x.dtype, dout=door.x.dtype, dx=door.x.dtype,
+            dresidual_out=dresidual_out, weight=weight_rows.dtype or None, heads=door.heads,
+            need_dweight=need_dweight, need_dbias=need_dbias,
+        )  # fmt: skip
+        means, partials = backward.scratch_elements(door.rows, sums)
+        most = max(most, _padded(means) + sums * partials)
+    return most * SIZE[_real(door.x.dtype)]
 
 
 # ------------------------------------------------------------------------------------------------ the steps
@@ -370,6 +373,9 @@ def _backward(
                 results[name] = door.zeros(results.get(name), shapes[name], dtypes[name])
     else:
         traits = _traits(door)
+        for name in wanted:
+            if wanted[name]:
+                results[name] = door.allocate(results.get(name), shapes[name], dtypes[name])
         outputs = tuple(rows for name in ("dx", "dresidual") if (rows := results.get(name)) is not None)
         backward = planning.plan_backward(
             door.rows, door.cols, traits,
@@ -383,9 +389,6 @@ def _backward(
         real_size = SIZE[_real(x_dtype)]
         start, scratch = door.workspace(workspace, (_padded(means) + sums * partials) * real_size)
         sums_start = start + _padded(means) * real_size
-        for name in wanted:
-            if wanted[name]:
-                results[name] = door.allocate(results.get(name), shapes[name], dtypes[name])
         at = {name: rows.pointer if (rows := results.get(name)) else 0 for name in wanted}
         dx, dresidual = results.get("dx") or ABSENT, results.get("dresidual") or ABSENT
         partials_of = {"dweight": sums_start, "dbias": sums_start + need_dweight * partials * real_size}

@@ -118,8 +118,10 @@ def test_every_16_bit_pattern_is_read_and_rounded_right(array_backend, dtype):
     patterns = np.arange(65536, dtype=np.uint16).reshape(64, 1024).view(DTYPES[dtype])
     zeros = np.zeros_like(patterns)
     total = rr.fused_add_rmsnorm(array_backend.put(patterns), array_backend.put(zeros))[1]
+    flushed = 2.0**-126 if array_backend.name == "cupy" else 0.0  # CuPy has every compiler flush fp32 denormals
     with np.errstate(all="ignore"):
         expected = patterns.astype(np.float32) + 0.0
+        expected = np.where(np.abs(expected) < flushed, 0.0, expected)
     np.testing.assert_array_equal(array_backend.get(total).astype(np.float32), expected)
 
     values = np.frombuffer(np.random.default_rng(0).bytes(4 * 65536), np.float32).reshape(64, 1024)
@@ -127,6 +129,6 @@ def test_every_16_bit_pattern_is_read_and_rounded_right(array_backend, dtype):
         array_backend.put(values), array_backend.put(np.zeros_like(values)), residual_dtype=DTYPES[dtype]
     )[1]
     with np.errstate(all="ignore"):
-        expected = np.where(np.abs(values) < 2.0**-126, 0.0 if array_backend.name == "cupy" else values, values)
+        expected = np.where(np.abs(values) < flushed, 0.0, values)
         expected = expected.astype(DTYPES[dtype]).astype(np.float32)
     np.testing.assert_array_equal(array_backend.get(total).astype(np.float32), expected)
