@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .libraries import DTYPES, HOST, Array, dtype_name, library_of
+from .libraries import DTYPES, HOST, Array, dtype_name, known_library_of, library_of
 
 __all__ = ["ABSENT", "SIZE", "Door", "Rows", "dtype_name"]
 
@@ -34,6 +34,7 @@ class Door:
 
     def __init__(self, x: Any, name: str = "x"):
         self.library = library_of(x, name)
+        self.copied = False  # whether an operand had to be
         self.x = self._view(x, name, self.library)
         if not self.x.shape:
             raise ValueError(f"{name} is 0-d; it needs at least one dimension, the columns")
@@ -47,7 +48,6 @@ class Door:
         self.other_streams: set[int] = set()
         self._named: list[tuple[str, Rows]] = []
         self._memory: list[tuple[str, Rows | tuple[int, int]]] = []  # of the callers' own arrays, copied or not
-        self._given: list[Any] = []
         self.x_rows = self._as_rows(self.x, name)
 
     def rows_of(self, obj: Any, name: str) -> Rows:
@@ -133,7 +133,6 @@ class Door:
         rows = Rows(view.pointer, pitch, view.dtype, view)
         self._refuse_overlap(rows, name, in_place_of)
         self._memory.append((name, rows))
-        self._given.append(obj)
         return rows
 
     def _refuse_overlap(self, rows: Rows, name: str, in_place_of: tuple[str, ...] = ()) -> None:
@@ -147,29 +146,33 @@ class Door:
                 allowed = f"; only exactly {' or '.join(in_place_of)} may be written in place" if in_place_of else ""
                 raise ValueError(f"{name} overlaps {other_name} in memory{allowed}")
 
-    def allocate(self, given: Rows | None, shape: tuple[int, ...], dtype: str) -> Rows:
-        """The caller's output, or a fresh one from the caller's library."""
-        if given is not None:
-            return given
-        owner = self.library.empty(shape, dtype, self.x)
-        view = self._inner_view(owner)
-        return Rows(view.pointer, shape[-1] if shape else 1, dtype, view)
+    def result(self, given: Rows | None, shape: tuple[int, ...], dtype: str) -> Rows:
+        """The caller's output, or where a fresh one will lie: aligned, its rows one after the other."""
+        return given or Rows(0, shape[-1] if shape else 1, dtype, Array(0, shape, (), dtype, self.device, None, None))
 
-    def zeros(self, given: Rows | None, shape: tuple[int, ...], dtype: str) -> Rows:
-        rows = self.allocate(given, shape, dtype)
+    def zeros(self, given: Any, shape: tuple[int, ...], dtype: str) -> Any:
         if given is None:
-            rows.array.owner = self.library.zeros(shape, dtype, self.x)
-        else:
-            rows.array.owner[...] = 0
-        return rows
+            return self.library.zeros(shape, dtype, self.x)
+        given[...] = 0
+        self.library.written(given)
+        return given
 
-    def workspace(self, obj: Any, needed: int) -> tuple[int, Any]:
-        """Pointer and owner of scratch memory of at least `needed` bytes: the caller's, or a fresh one."""
+    def can_be_remembered(self) -> bool:
+        """Whether a call with operands of the same properties needs nothing that this one's signature does not hold."""
+        return self.rows > 0 and not self.copied and not self.other_streams and self.library.name != "DLPack"
+
+    def spans(self, operands: tuple[Any, ...], pointers: tuple[int, ...]) -> tuple[tuple[int, int] | None, ...]:
+        """The bytes of each operand relative to its pointer."""
+        extents = (None if obj is None else known_library_of(obj).extent(obj) for obj in operands)
+        return tuple(
+            None if extent is None else (extent[0] - pointer, extent[1] - pointer)
+            for extent, pointer in zip(extents, pointers, strict=True)
+        )
+
+    def workspace(self, obj: Any, needed: int) -> None:
+        """Checks the caller's scratch memory: at least `needed` bytes of its own."""
         if obj is None:
-            if needed == 0:
-                return 0, None
-            owner = self.library.empty((-(-needed // 4),), "float32", self.x)
-            return self._inner_view(owner).pointer, owner
+            return
         library = library_of(obj, "workspace")
         library.refuse_to_write(obj, "workspace")
         view = library.view(obj, "workspace")
@@ -187,20 +190,13 @@ class Door:
         self._refuse_overlap(Rows(view.pointer, 0, "bytes", span), "workspace")
         if library is not self.library and self.device.kind == "gpu":
             self.other_streams.add(library.stream(self.device))
-        self._given.append(obj)
-        return view.pointer, obj
 
     def stream(self) -> int:
         return self.library.stream(self.device)
 
-    def written(self) -> None:
-        """Tells the libraries which of the caller's arrays have new values."""
-        for obj in self._given:
-            library_of(obj, "output").written(obj)
-
-    def finish(self, rows: Rows | None) -> Any:
+    def finish(self, result: Any) -> Any:
         """What the caller gets back."""
-        return None if rows is None else self.library.finish(rows.array.owner)
+        return None if result is None else self.library.finish(result)
 
     def alignment(self, extra: tuple[Rows, ...], pack: int) -> int:
         """Elements that every operand allows in one memory access, at most a pack."""
@@ -216,6 +212,7 @@ class Door:
     def _view(self, obj: Any, name: str, library: Any = None, check_dtype: bool = True) -> Array:
         library = library or library_of(obj, name)
         view = library.view(obj, name)
+        self.copied |= view.owner is not obj  # misaligned, or a lazily negated tensor
         if check_dtype and view.dtype not in DTYPES:
             raise TypeError(f"{name} is {view.dtype}; it must be one of {', '.join(DTYPES)}")
         if name == "x" or not hasattr(self, "device"):
@@ -242,15 +239,13 @@ class Door:
         return rows
 
     def _copy(self, view: Array) -> Array:
+        self.copied = True
         library = view.library
         copied = library.contiguous(view.owner)
         inner = library_of(copied, "copy").view(copied, "copy")
         inner.library = library
         inner.copied_from = view.copied_from or _extent(Rows(view.pointer, 0, view.dtype, view))
         return inner
-
-    def _inner_view(self, owner: Any) -> Array:
-        return library_of(owner, "output").view(owner, "output")
 
 
 def _item_size(obj: Any) -> int:

@@ -37,14 +37,18 @@ def temporary_folder() -> Path:
 
 def find(name: str) -> Path | None:
     """A whole object of that name. A truncated or altered one is as good as none."""
-    path = folder() / name
+    return folder() / name if read(name) is not None else None
+
+
+def read(name: str) -> bytes | None:
+    """What was kept under that name, without the digest: for a loader that might look behind an image."""
     try:
-        content = path.read_bytes()
+        content = (folder() / name).read_bytes()
     except OSError:
         return None
     if len(content) <= _DIGEST or hashlib.sha256(content[:-_DIGEST]).digest() != content[-_DIGEST:]:
         return None
-    return path
+    return content[:-_DIGEST]
 
 
 def keep(name: str, content: bytes, where: Path | None = None) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,23 @@ class NumpyLibrary:
         strides = tuple(s // size for s in obj.strides)
         return Array(obj.ctypes.data, obj.shape, strides, obj.dtype.name, HOST, self, obj, copied_from)
 
+    def signature(self, obj: Any) -> tuple[tuple, int]:
+        pointer = obj.__array_interface__["data"][0]
+        return (type(obj), obj.shape, obj.strides, obj.dtype, pointer & 15), pointer
+
+    def signature_of_output(self, obj: Any) -> tuple:
+        pointer = self.pointer(obj)
+        return type(obj), obj.shape, obj.strides, obj.dtype, pointer & 15, obj.flags.writeable
+
+    def pointer(self, obj: Any) -> int:
+        return obj.__array_interface__["data"][0]
+
+    def extent(self, obj: Any) -> tuple[int, int]:
+        return _extent(self.pointer(obj), obj.shape, obj.strides, obj.dtype.itemsize)
+
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        return partial(np.empty, shape, _numpy_dtype(dtype))
+
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         return np.empty(shape, _numpy_dtype(dtype))
 
@@ -84,6 +102,9 @@ class NumpyLibrary:
     def stream(self, device: Device) -> int:
         return 0
 
+    def stream_getter(self, device: Device) -> Callable[[], int]:
+        return _no_stream
+
     def finish(self, owner: Any) -> Any:
         return owner
 
@@ -96,6 +117,34 @@ class CupyLibrary:
         strides = tuple(s // size for s in obj.strides)
         device = Device("gpu", obj.device.id)
         return Array(obj.data.ptr, obj.shape, strides, obj.dtype.name, device, self, obj)
+
+    def signature(self, obj: Any) -> tuple[tuple, int]:
+        memory = obj.data
+        pointer = memory.ptr
+        return (type(obj), obj.shape, obj.strides, obj.dtype, memory.device_id, pointer & 15), pointer
+
+    def signature_of_output(self, obj: Any) -> tuple:
+        return self.signature(obj)[0]
+
+    def pointer(self, obj: Any) -> int:
+        return obj.data.ptr
+
+    def extent(self, obj: Any) -> tuple[int, int]:
+        return _extent(obj.data.ptr, obj.shape, obj.strides, obj.dtype.itemsize)
+
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        import cupy
+
+        index, kind, empty = device.index, _numpy_dtype(dtype), cupy.empty
+        current, guard = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+
+        def make() -> Any:
+            if current() == index:
+                return empty(shape, kind)
+            with guard(index):
+                return empty(shape, kind)
+
+        return make
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         import cupy
@@ -125,6 +174,16 @@ class CupyLibrary:
         with cupy.cuda.Device(device.index):
             return cupy.cuda.get_current_stream().ptr
 
+    def stream_getter(self, device: Device) -> Callable[[], int]:
+        import cupy
+
+        index, current, stream = device.index, cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream
+
+        def get() -> int:
+            return stream().ptr if current() == index else self.stream(device)
+
+        return get
+
     def finish(self, owner: Any) -> Any:
         return owner
 
@@ -147,6 +206,29 @@ class TorchLibrary:
         device = HOST if kind == "cpu" else Device("gpu", obj.device.index)
         dtype = str(obj.dtype).removeprefix("torch.")
         return Array(obj.data_ptr(), tuple(obj.shape), obj.stride(), dtype, device, self, obj)
+
+    def signature(self, obj: Any) -> tuple[tuple, int]:
+        pointer = obj.data_ptr()
+        return (type(obj), obj.shape, obj.stride(), obj.dtype, obj.device, pointer & 15, obj.is_neg()), pointer
+
+    def signature_of_output(self, obj: Any) -> tuple:
+        import torch
+
+        lost = obj.requires_grad and torch.is_grad_enabled()
+        return (*self.signature(obj)[0], lost)
+
+    def pointer(self, obj: Any) -> int:
+        return obj.data_ptr()
+
+    def extent(self, obj: Any) -> tuple[int, int]:
+        size = obj.element_size()
+        return _extent(obj.data_ptr(), obj.shape, [step * size for step in obj.stride()], size)
+
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        import torch
+
+        where = torch.device(self._device(device))
+        return partial(torch.empty, shape, dtype=getattr(torch, dtype), device=where)
 
     def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         import torch
@@ -180,6 +262,14 @@ class TorchLibrary:
         import torch
 
         return torch.cuda.current_stream(device.index).cuda_stream
+
+    def stream_getter(self, device: Device) -> Callable[[], int]:
+        if device.kind == "host":
+            return _no_stream
+        import torch
+
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a tenth of current_stream's time
+        return partial(self.stream, device) if raw is None else partial(raw, device.index)
 
     def finish(self, owner: Any) -> Any:
         return owner
@@ -220,6 +310,15 @@ class ExchangeLibrary:
     def stream(self, device: Device) -> int:
         return self._inner(device).stream(device)
 
+    def stream_getter(self, device: Device) -> Callable[[], int]:
+        return partial(self.stream, device)
+
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        return self._inner(device).maker(shape, dtype, device)
+
+    def pointer(self, obj: Any) -> int:
+        return (_NUMPY if isinstance(obj, np.ndarray) else _CUPY).pointer(obj)
+
     def finish(self, owner: Any) -> Any:
         if self.from_dlpack is None:
             return owner
@@ -234,6 +333,29 @@ class ExchangeLibrary:
 
 _NUMPY, _CUPY, _TORCH = NumpyLibrary(), CupyLibrary(), TorchLibrary()
 _BY_ROOT = {"numpy": _NUMPY, "cupy": _CUPY, "torch": _TORCH}
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def _extent(pointer: int, shape: Any, strides: Any, size: int) -> tuple[int, int]:
+    """The first byte and the one behind the last; strides in bytes."""
+    low = high = pointer
+    for length, stride in zip(shape, strides, strict=True):
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return low, high + size
+
+
+def known_library_of(obj: Any) -> Any:
+    """NumPy, CuPy or torch; KeyError for all else."""
+    library = _library_of_type(type(obj))
+    if library is None:
+        raise KeyError(type(obj))
+    return library
 
 
 def library_of(obj: Any, name: str) -> Any:

@@ -10,6 +10,7 @@ import math
 import sys
 from typing import Any
 
+from . import calls
 from . import plan as planning
 from .arrays import ABSENT, SIZE, Door, Rows, dtype_name
 from .program import program
@@ -285,6 +286,15 @@ def _forward(
     out_dtype, residual_dtype, out, residual_out,
 ):  # fmt: skip
     """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
+    operands, given = (x, residual, weight, bias), (out, residual_out, None)
+    if type(eps) is float and eps >= 0 and type(weight_offset) is float:
+        options = (store_rstd is True, casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0)
+        signed = calls.signature(("forward", *options), operands, given, None)
+        if signed is not None and (checked := calls.find(*signed, given, None)) is not None:
+            return checked.run(signed[1], given, None, eps, weight_offset)
+    else:
+        signed = None
+
     door = Door(x)
     added = residual is not None
     residual_rows = door.rows_of(residual, "residual") if added else ABSENT
@@ -297,36 +307,43 @@ def _forward(
     _check_choice(residual_rounding, "residual_rounding", ("stored", "fp32"))
     y_dtype = _result_dtype(out_dtype, "out_dtype", x_dtype, x_dtype)
     sum_dtype = _result_dtype(residual_dtype, "residual_dtype", residual_rows.dtype, x_dtype) if added else ""
-    # Both outputs are checked before either is allocated; each may lie exactly on the operand that it replaces.
+    # Each output may lie exactly on the operand that it replaces.
     y = door.output(out, "out", door.shape, y_dtype, in_place_of=("x",))
-    total = (
-        door.output(residual_out, "residual_out", door.shape, sum_dtype, in_place_of=("residual",)) if added else None
-    )
-    if not added and residual_out is not None:
+    if added:
+        total = door.output(residual_out, "residual_out", door.shape, sum_dtype, in_place_of=("residual",))
+    elif residual_out is not None:
         raise ValueError("residual_out is given without a residual")
+    else:
+        total = None
 
-    y = door.allocate(y, door.shape, y_dtype)
-    total = door.allocate(total, door.shape, sum_dtype) if added else None
-    rstd = door.allocate(None, door.shape[:-1], _real(x_dtype)) if store_rstd else None
+    round_residual = residual_rounding == "stored"
+    normed = sum_dtype if round_residual and added else x_dtype
+    traits = _traits(door)
+    y_rows, total_rows = door.result(y, door.shape, y_dtype), door.result(total, door.shape, sum_dtype)
+    steps = []
     if door.rows:
-        round_residual = residual_rounding == "stored"
-        normed = sum_dtype if added and round_residual else x_dtype
-        traits = _traits(door)
-        outputs = (y,) if total is None else (y, total)
         forward = planning.plan_forward(
             door.rows, door.cols, traits,
             x=x_dtype, y=y_dtype, residual=residual_rows.dtype or None, residual_out=sum_dtype or None,
             weight=weight_rows.dtype or None, bias=bias_rows.dtype or None, heads=door.heads,
-            vector=door.alignment(outputs, planning.elements_per_pack(normed, traits)),
+            vector=door.alignment((y_rows, total_rows) if added else (y_rows,), planning.elements_per_pack(normed, traits)),
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
-        _launch(door, [(forward, (
-            door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer,
-            y.pointer, total.pointer if total else 0, rstd.pointer if rstd else 0,
-            door.rows, door.x_rows.pitch, residual_rows.pitch, y.pitch, total.pitch if total else 0,
-            eps, weight_offset, forward.blocks,
-        ))])  # fmt: skip
-    return door.finish(y), door.finish(total), door.finish(rstd)
+        sizes = (door.rows, door.x_rows.pitch, residual_rows.pitch, y_rows.pitch, total_rows.pitch)
+
+        def arguments(pointers, at, start, eps, weight_offset, sizes=sizes, blocks=forward.blocks):
+            return (*pointers, *at, *sizes, eps, weight_offset, blocks)
+
+        steps.append((forward, arguments))
+    wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
+    shapes = (door.shape, door.shape, door.shape[:-1])
+    checked = _checked(door, wanted, shapes, 0, steps, in_place=((0, 0), (1, 1)))
+    if signed is not None and door.can_be_remembered():
+        checked.spans = door.spans((x, residual, weight, bias), signed[1])
+        calls.remember(signed[0], checked)
+    pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
+    _order_streams(door)
+    return [door.finish(result) for result in checked.run(pointers, given, None, eps, weight_offset)]
 
 
 def _backward(
@@ -334,6 +351,15 @@ def _backward(
     dx_dtype, dresidual_dtype, out, fused, workspace,
 ):  # fmt: skip
     """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
+    operands = (x, weight, dout, rstd, dresidual_out, bias)
+    signed = None
+    if type(weight_offset) is float and out is None:
+        options = (casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused, weight_offset != 0.0)
+        given = (None, None, None, None)
+        signed = calls.signature(("backward", *options), operands, given, workspace)
+        if signed is not None and (checked := calls.find(*signed, given, workspace)) is not None:
+            return _share(checked.run(signed[1][:5], given, workspace, 0.0, weight_offset), fused)
+
     door = Door(x, "residual_out" if fused else "x")
     weight_rows = door.weight(weight, "weight") if weight is not None else ABSENT
     bias_rows = door.weight(bias, "bias") if bias is not None else ABSENT
@@ -349,96 +375,142 @@ def _backward(
     need_dweight = need_dweight and weight is not None
     two_gradients = fused and need_dx and dresidual_dtype != dx_dtype
 
-    names = ("dx", "dresidual", "dweight", "dbias") if fused else ("dx", "dweight", "dbias")
-    given = _name_outputs(out, names[: len(names) - (bias is None)])
+    names = ("dx", "dresidual", "dweight", "dbias")
+    arrays = _name_outputs(
+        out, [name for name in names if (fused or name != "dresidual") and (bias is not None or name != "dbias")]
+    )
     if fused and need_dx and not two_gradients:
-        given = _one_gradient(given)
-    wanted = {"dx": need_dx, "dresidual": two_gradients, "dweight": need_dweight, "dbias": need_dbias}
-    shapes = {"dx": door.shape, "dresidual": door.shape}
-    shapes |= {"dweight": _shape(weight_rows), "dbias": _shape(bias_rows)}
-    dtypes = {"dx": dx_dtype, "dresidual": dresidual_dtype, "dweight": weight_rows.dtype}
-    dtypes["dbias"] = weight_rows.dtype or bias_rows.dtype
-    results: dict[str, Rows | None] = {}
-    for name, array in given.items():
-        if array is not None and not wanted[name]:
+        arrays = _one_gradient(arrays)
+    shapes = (door.shape, door.shape, _shape(weight_rows), _shape(bias_rows))
+    dtypes = (dx_dtype, dresidual_dtype, weight_rows.dtype, weight_rows.dtype or bias_rows.dtype)
+    needed = (need_dx, two_gradients, need_dweight, need_dbias)
+    given = tuple(arrays.get(name) for name in names)
+    rows = []
+    for name, array, shape, dtype, need in zip(names, given, shapes, dtypes, needed, strict=True):
+        if array is not None and not need:
             raise ValueError(f"out has an array for {name}, which this call does not compute")
         is_sum = name in ("dweight", "dbias")
         in_place_of = () if is_sum else ("x", "residual_out")
-        results[name] = door.output(array, f"out: {name}", shapes[name], dtypes[name], in_place_of, contiguous=is_sum)
+        rows.append(door.result(door.output(array, f"out: {name}", shape, dtype, in_place_of, is_sum), shape, dtype))
 
     sums = need_dweight + need_dbias
     if door.rows == 0:
-        for name in wanted:
-            if wanted[name]:
-                results[name] = door.zeros(results.get(name), shapes[name], dtypes[name])
-    else:
-        traits = _traits(door)
-        for name in wanted:
-            if wanted[name]:
-                results[name] = door.allocate(results.get(name), shapes[name], dtypes[name])
-        outputs = tuple(rows for name in ("dx", "dresidual") if (rows := results.get(name)) is not None)
-        backward = planning.plan_backward(
-            door.rows, door.cols, traits,
-            x=x_dtype, dout=dout_rows.dtype, dx=dx_dtype if need_dx else None,
-            dresidual_out=added_rows.dtype or None, dresidual=dresidual_dtype if two_gradients else None,
-            weight=weight_rows.dtype or None, heads=door.heads,
-            vector=door.alignment(outputs, planning.elements_per_pack(x_dtype, traits)),
-            offset_weight=weight_offset != 0.0, need_dweight=need_dweight, need_dbias=need_dbias,
-        )  # fmt: skip
-        means, partials = backward.scratch_elements(door.rows, sums)
-        real_size = SIZE[_real(x_dtype)]
-        start, scratch = door.workspace(workspace, (_padded(means) + sums * partials) * real_size)
-        sums_start = start + _padded(means) * real_size
-        at = {name: rows.pointer if (rows := results.get(name)) else 0 for name in wanted}
-        dx, dresidual = results.get("dx") or ABSENT, results.get("dresidual") or ABSENT
-        partials_of = {"dweight": sums_start, "dbias": sums_start + need_dweight * partials * real_size}
-        into = at if backward.direct else partials_of
-        launches: list[tuple[planning.Plan, tuple]] = [
-            (step, (
-                door.x_rows.pointer, weight_rows.pointer, dout_rows.pointer, rstd_rows.pointer,
-                added_rows.pointer, start, at["dx"], at["dresidual"], into["dweight"], into["dbias"],
-                door.rows, door.x_rows.pitch, dout_rows.pitch, added_rows.pitch, dx.pitch, dresidual.pitch,
-                backward.partials_pitch, weight_offset, step.blocks,
-            ))
-            for step in backward.launches
-            if need_dx or sums
-        ]  # fmt: skip
-        for name in ("dweight", "dbias"):
-            if wanted[name] and not backward.direct:
-                reduce = planning.plan_reduce(
-                    door.cols, traits, weight=dtypes[name], compute=_real(x_dtype), heads=door.heads
-                )
-                launches.append((reduce, (
-                    partials_of[name], at[name], backward.partials_rows // door.heads, backward.partials_pitch,
-                    door.heads, door.cols, reduce.blocks,
-                )))  # fmt: skip
-        _launch(door, launches)
-        del scratch  # alive until the launches that use it are in its stream
-    dx = door.finish(results.get("dx"))
-    dresidual = door.finish(results.get("dresidual")) if two_gradients else dx if fused else None
-    return dx, dresidual, door.finish(results.get("dweight")), door.finish(results.get("dbias"))
+        results = [
+            door.zeros(array, shape, dtype) if need else None
+            for array, shape, dtype, need in zip(given, shapes, dtypes, needed, strict=True)
+        ]
+        return _share([door.finish(result) for result in results], fused)
+    traits = _traits(door)
+    gradients = tuple(row for row, need in zip(rows[:2], needed[:2], strict=True) if need)
+    backward = planning.plan_backward(
+        door.rows, door.cols, traits,
+        x=x_dtype, dout=dout_rows.dtype, dx=dx_dtype if need_dx else None,
+        dresidual_out=added_rows.dtype or None, dresidual=dresidual_dtype if two_gradients else None,
+        weight=weight_rows.dtype or None, heads=door.heads,
+        vector=door.alignment(gradients, planning.elements_per_pack(x_dtype, traits)),
+        offset_weight=weight_offset != 0.0, need_dweight=need_dweight, need_dbias=need_dbias,
+    )  # fmt: skip
+    steps = _backward_steps(door, backward, traits, dtypes, (dout_rows, added_rows, *rows[:2]), needed)
+    means, partials = backward.scratch_elements(door.rows, sums)
+    scratch_bytes = (_padded(means) + sums * partials) * SIZE[_real(x_dtype)]
+    door.workspace(workspace, scratch_bytes)
+    wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
+    checked = _checked(door, wanted, shapes, scratch_bytes, steps)
+    if signed is not None and door.can_be_remembered():
+        checked.spans = door.spans(operands, signed[1])
+        calls.remember(signed[0], checked)
+    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows))
+    _order_streams(door)
+    results = checked.run(pointers, given, workspace, 0.0, weight_offset)
+    return _share([door.finish(result) for result in results], fused)
 
 
-def _launch(door: Door, launches: list[tuple[planning.Plan, tuple]]) -> None:
-    """Compiles all that is needed before anything runs, then launches on the caller's stream, behind what the other
-    operands wait for."""
-    programs = [program(plan.kernel, plan.constants) for plan, _ in launches]
+def _backward_steps(
+    door: Door,
+    backward: planning.BackwardPlan,
+    traits: planning.Traits,
+    dtypes: tuple[str, ...],
+    others: tuple[Rows, ...],
+    needed: tuple[bool, ...],
+) -> list[tuple[planning.Plan, calls.Arguments]]:
+    """The backward's launches over the rows, then the sums of its partials."""
+    _, _, need_dweight, need_dbias = needed
+    real_size = SIZE[_real(door.x.dtype)]
+    means, partials = backward.scratch_elements(door.rows, need_dweight + need_dbias)
+    # The scratch holds the means, dweight's partials, dbias's partials.
+    dweight_offset = _padded(means) * real_size
+    dbias_offset = dweight_offset + need_dweight * partials * real_size
+    sizes = (door.rows, door.x_rows.pitch, *(rows.pitch for rows in others), backward.partials_pitch)
+    direct = backward.direct
+    steps: list[tuple[planning.Plan, calls.Arguments]] = []
+    for plan in backward.launches if any(needed) else ():
+
+        def over_rows(pointers, at, start, eps, weight_offset, blocks=plan.blocks):
+            dx, dresidual, dweight, dbias = at
+            if not direct:
+                dweight, dbias = start + dweight_offset, start + dbias_offset
+            return (*pointers, start, dx, dresidual, dweight, dbias, *sizes, weight_offset, blocks)
+
+        steps.append((plan, over_rows))
+    if direct:
+        return steps
+    for index, offset in ((2, dweight_offset), (3, dbias_offset)):
+        if needed[index]:
+            plan = planning.plan_reduce(
+                door.cols, traits, weight=dtypes[index], compute=_real(door.x.dtype), heads=door.heads
+            )
+            counts = (backward.partials_rows // door.heads, backward.partials_pitch, door.heads, door.cols, plan.blocks)
+
+            def over_partials(pointers, at, start, eps, weight_offset, index=index, offset=offset, counts=counts):
+                return (start + offset, at[index], *counts)
+
+            steps.append((plan, over_partials))
+    return steps
+
+
+def _share(results: list[Any], fused: bool) -> list[Any]:
+    """dx and dresidual are one array where their dtypes agree."""
+    if fused and results[1] is None:
+        results[1] = results[0]
+    return results
+
+
+def _checked(
+    door: Door,
+    wanted: tuple[str | None, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    scratch_bytes: int,
+    steps: list[tuple[planning.Plan, calls.Arguments]],
+    in_place: tuple[tuple[int, int], ...] = (),
+) -> calls.Checked:
+    """Compiles everything before anything runs."""
     if door.device.kind == "host":
-        from .devices import host
-
-        kernels = [host.compile(text) for text in programs]
-        for kernel, text, (plan, arguments) in zip(kernels, programs, launches, strict=True):
-            host.launch(kernel, plan.blocks, text.pack_arguments(arguments), door.rows * door.cols)
+        from .devices import host as device
     else:
+        from .devices import cupy as device
+    elements, index = door.rows * door.cols, door.device.index
+    ready = tuple(
+        (device.prepare(program(plan.kernel, plan.constants), plan.blocks, elements, index), arguments)
+        for plan, arguments in steps
+    )
+    make = door.library.maker
+    makers = (
+        None if dtype is None else make(shape, dtype, door.device) for dtype, shape in zip(wanted, shapes, strict=True)
+    )
+    scratch = make((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
+    return calls.Checked(
+        door.library, tuple(makers), scratch, ready, door.library.stream_getter(door.device), in_place=in_place
+    )
+
+
+def _order_streams(door: Door) -> None:
+    """What other libraries have queued for their operands comes before this call's launches."""
+    if door.other_streams:
         from .devices import cupy as gpu
 
-        index, stream = door.device.index, door.stream()
-        kernels = [gpu.compile(text, index) for text in programs]
+        stream = door.stream()
         for other in door.other_streams - {stream}:
-            gpu.order(other, stream, index)
-        for kernel, text, (plan, arguments) in zip(kernels, programs, launches, strict=True):
-            gpu.launch(kernel, text, plan.blocks, arguments, index, stream)
-    door.written()
+            gpu.order(other, stream, door.device.index)
 
 
 def _traits(door: Door) -> planning.Traits:
@@ -507,7 +579,7 @@ def _tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else ()
 
 
-def _name_outputs(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _name_outputs(out: Any, names: list[str]) -> dict[str, Any]:
     if out is None:
         return {}
     if not isinstance(out, (tuple, list)) or len(out) != len(names):

@@ -18,7 +18,7 @@ import pytest
 from conftest import assert_rows_close, assert_sums_close, random
 
 import rmsnorm_raw
-from rmsnorm_raw import cache, plan, program, reference
+from rmsnorm_raw import cache, calls, plan, program, reference
 from rmsnorm_raw.devices import Compiled, host
 
 PACKAGE = Path(rmsnorm_raw.__file__).resolve().parent
@@ -99,6 +99,7 @@ def logged(tmp_path, real_compiler):
 def fresh(monkeypatch, tmp_path):
     """This process as if nothing had been compiled, with a cache folder of its own."""
     monkeypatch.setattr(host, "_compiled", Compiled())
+    monkeypatch.setattr(calls, "_KNOWN", {})
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
     host._compiler.cache_clear()
     yield tmp_path / "cache"
@@ -494,7 +495,7 @@ def test_blocks_are_dealt_to_threads(threads, count, blocks):
         workers.add(threading.get_ident())
         pieces.append(range(first, last))
 
-    host.launch(kernel, blocks, b"arguments", host.INLINE_ELEMENTS)
+    host.run(kernel, blocks, b"arguments", host.INLINE_ELEMENTS)
     assert sorted(block for piece in pieces for block in piece) == list(range(blocks))
     assert len(pieces) == len(workers) == min(count, blocks)
     assert threading.get_ident() in workers
@@ -503,7 +504,7 @@ def test_blocks_are_dealt_to_threads(threads, count, blocks):
 def test_little_work_stays_in_this_thread(threads):
     rmsnorm_raw.set_num_threads(4)
     calls = []
-    host.launch(lambda *call: calls.append((threading.get_ident(), *call)), 10, b"", host.INLINE_ELEMENTS - 1)
+    host.run(lambda *call: calls.append((threading.get_ident(), *call)), 10, b"", host.INLINE_ELEMENTS - 1)
     assert calls == [(threading.get_ident(), b"", 0, 10)]
 
 

@@ -14,7 +14,7 @@ import pytest
 from conftest import DTYPES, assert_rows_close, assert_sums_close, random
 
 import rmsnorm_raw
-from rmsnorm_raw import reference
+from rmsnorm_raw import calls, reference
 from rmsnorm_raw.devices import Compiled, host
 
 M, N, H = 6, 33, 3
@@ -563,6 +563,7 @@ def compiled(monkeypatch):
         return load(program)
 
     monkeypatch.setattr(host, "_compiled", Compiled())
+    monkeypatch.setattr(calls, "_KNOWN", {})
     monkeypatch.setattr(host, "_load", count)
     return programs
 

@@ -10,6 +10,7 @@ import importlib.util
 import re
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ from conftest import (
 )
 
 import rmsnorm_raw
-from rmsnorm_raw import reference
+from rmsnorm_raw import calls, reference
 from rmsnorm_raw.devices import Compiled, host
 from rmsnorm_raw.devices import cupy as gpu_device
 
@@ -740,6 +741,7 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(host, "_compiled", Compiled())
+    monkeypatch.setattr(calls, "_KNOWN", {})
     host._compiler.cache_clear()
     yield
     host._compiler.cache_clear()
@@ -770,6 +772,7 @@ def test_a_second_program_that_cannot_be_built(monkeypatch, step):
         return load(program)
 
     monkeypatch.setattr(host, "_compiled", Compiled())
+    monkeypatch.setattr(calls, "_KNOWN", {})
     monkeypatch.setattr(host, "_load", fail)
     a = Operands(_numpy_backend())
     refuse(a, STEPS[step], RuntimeError, "no space left for dweight_reduce")
@@ -848,7 +851,8 @@ def test_no_hipcc(monkeypatch, tmp_path):
     amd = plan.Traits("amd", "gfx942:sramecc+:xnack-", wave=64, units=304)
     forward = plan.plan_forward(M, N, amd, x="float32", y="float32")
     monkeypatch.setattr(gpu_device, "traits", lambda index: amd)
-    monkeypatch.setattr(gpu_device, "require_cupy", contextlib.nullcontext)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=contextlib.nullcontext))
+    monkeypatch.setattr(gpu_device, "require_cupy", lambda: cupy)
     monkeypatch.setattr(gpu_device, "_compiled", Compiled())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"hipcc.*PATH.*Install.*export PATH="):

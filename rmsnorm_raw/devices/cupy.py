@@ -1,4 +1,4 @@
-"""GPUs through cupy.RawModule: NVRTC on CUDA, hipRTC on ROCm, one code path.
+"""GPUs through cupy.RawModule: NVRTC on CUDA, hipRTC on ROCm (through hip-python where it is installed, else CuPy's).
 
 Knows: CuPy. Imported only when an operand lies on a GPU.
 Must not: know arrays or norms; streams and devices come in as numbers.
@@ -6,12 +6,19 @@ Must not: know arrays or norms; streams and devices come in as numbers.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import shutil
+import struct
+import threading
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import cache
 from ..plan import Traits
 from ..program import SIGNATURES, Program
 from . import Compiled
@@ -62,16 +69,99 @@ def compile(program: Program, index: int) -> Any:
 def _build(program: Program, index: int) -> Any:
     cupy = require_cupy()
     vendor, arch = traits(index).vendor, traits(index).arch
-    options = _OPTIONS[vendor]
-    if vendor == "amd":
+    with cupy.cuda.Device(index):
+        if vendor == "amd":
+            module = _module_on_rocm(cupy, program, arch)
+        else:
+            module = cupy.RawModule(code=program.text, options=_OPTIONS[vendor], backend="nvrtc")
+        return module.get_function(program.kernel)
+
+
+def _module_on_rocm(cupy: Any, program: Program, arch: str) -> Any:
+    """By hip-python and this package's cache; without hip-python by CuPy, which runs hipcc and a dummy compilation in
+    every process."""
+    from . import hip
+
+    try:
+        hiprtc = hip.version()
+    except RuntimeError as error:
         if shutil.which("hipcc") is None:
             raise RuntimeError(
-                "CuPy runs hipcc before every hipRTC compilation, and hipcc is not on PATH. Install ROCm's HIP "
-                "compiler and add it, usually: export PATH=/opt/rocm/bin:$PATH"
-            )
-        options += (f"--offload-arch={arch}",)  # CuPy passes none, and its cache would mix architectures
+                "hipcc is not on PATH, and CuPy runs it before every hipRTC compilation. Install ROCm's HIP compiler "
+                f"and add it, usually: export PATH=/opt/rocm/bin:$PATH; or do without it: {error}"
+            ) from error
+        _refuse_two_runtimes()
+        options = (
+            *_OPTIONS["amd"],
+            f"--offload-arch={arch}",
+        )  # CuPy passes none, and its cache would mix architectures
+        return cupy.RawModule(code=program.text, options=options, backend="nvrtc")
+    _refuse_two_runtimes()
+    key = "\n".join((program.text, arch, *hip.OPTIONS, hiprtc, str(cupy.cuda.runtime.runtimeGetVersion())))
+    name = f"{program.kernel}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.hsaco"
+    code = cache.read(name)
+    if code is None:
+        code = hip.compile(program.text, arch)
+        cache.keep(name, code)
+    # hipModuleLoad is handed the whole file, and nobody promises that it ignores a digest behind the image. The file
+    # stays until the process ends: CuPy loads it again for each device.
+    path = cache.temporary_folder() / name
+    path.write_bytes(code)
+    return cupy.RawModule(path=str(path))
+
+
+def _refuse_two_runtimes() -> None:
+    """Two HIP runtimes in one process do not know each other's memory and streams."""
+    from .. import environment
+
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    for finding in environment.check_hip_runtimes(environment.hip_runtimes(maps)):
+        raise RuntimeError(f"{finding.text}. Do this: {finding.remedy}")
+
+
+def prepare(program: Program, blocks: int, elements: int, index: int) -> Callable[[tuple, int], None]:
+    """Compiles and loads; the launch that comes back takes arguments and stream, whatever device is current."""
+    cupy = require_cupy()
+    kernel = compile(program, index)
+    constants = program.constants
+    threads = constants.threads_per_row * constants.rows_per_block
+    raw_launch = getattr(cupy.cuda.driver, "launchKernel", None)
+    if raw_launch is None:  # not in CuPy's reference: it may go
+        return _launch_by_cupy(kernel, program, blocks, threads, index)
     with cupy.cuda.Device(index):
-        return cupy.RawModule(code=program.text, options=options, backend="nvrtc").get_function(program.kernel)
+        function = kernel.kernel.ptr
+    pack, places = _packer(program.arguments_format)
+    current, guard = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+
+    def launch(arguments: tuple, stream: int, kernel: Any = kernel) -> None:  # kernel: its module stays loaded
+        buffer, pointers = _argument_buffer(places)
+        pack(buffer, 0, *arguments)
+        if current() == index:
+            raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+        else:
+            with guard(index):
+                raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+
+    return launch
+
+
+def _launch_by_cupy(
+    kernel: Any, program: Program, blocks: int, threads: int, index: int
+) -> Callable[[tuple, int], None]:
+    """The same through RawKernel: Python integers pass as 8 bytes, the rest by type."""
+    cupy = require_cupy()
+    real = np.float64 if program.constants.compute == "float64" else np.float32
+    types = [{"P": int, "q": int, "i": np.int32, "r": real}[kind] for kind in SIGNATURES[program.kernel]]
+
+    def launch(arguments: tuple, stream: int) -> None:
+        typed = tuple(to(value) for to, value in zip(types, arguments, strict=True))
+        with cupy.cuda.Device(index):
+            kernel((blocks,), (threads,), typed, stream=_Stream(stream))
+
+    return launch
 
 
 class _Stream:
@@ -81,19 +171,29 @@ class _Stream:
         self.ptr = pointer
 
 
-_WIDTHS = {"P": int, "q": int, "i": np.int32}
+@lru_cache(maxsize=16)
+def _packer(arguments_format: str) -> tuple[Any, tuple[int, ...]]:
+    """A function that packs the arguments, and where in the buffer each of them begins."""
+    # calcsize of all kinds up to one ends behind it.
+    kinds = arguments_format[1:]
+    ends = [struct.calcsize("@" + kinds[: i + 1]) for i in range(len(kinds))]
+    places = tuple(end - struct.calcsize(kind) for end, kind in zip(ends, kinds, strict=True))
+    return struct.Struct(arguments_format).pack_into, places
 
 
-def launch(kernel: Any, program: Program, blocks: int, arguments: tuple, index: int, stream: int) -> None:
-    """Launches on a device's stream, whatever device is current. Python integers pass as 8 bytes, the rest by type."""
-    cupy = require_cupy()
-    constants = program.constants
-    real = np.float64 if constants.compute == "float64" else np.float32
-    kinds = SIGNATURES[program.kernel]
-    typed = tuple(_WIDTHS.get(kind, real)(value) for kind, value in zip(kinds, arguments, strict=True))
-    threads = constants.threads_per_row * constants.rows_per_block
-    with cupy.cuda.Device(index):
-        kernel((blocks,), (threads,), typed, stream=_Stream(stream))
+_buffers = threading.local()  # the driver reads the arguments while the GIL is released: one buffer for each thread
+
+
+def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int]:
+    """This thread's buffer for arguments that begin at `places`, and the address of its table of pointers to them."""
+    known = _buffers.__dict__
+    found = known.get(places)
+    if found is None:
+        buffer = ctypes.create_string_buffer(256)
+        base = ctypes.addressof(buffer)
+        table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+        found = known[places] = (buffer, ctypes.addressof(table), table)
+    return found[0], found[1]
 
 
 def order(before: int, after: int, index: int) -> None:

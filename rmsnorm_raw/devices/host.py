@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -196,7 +197,17 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-def launch(kernel: Any, blocks: int, packed: bytes, elements: int) -> None:
+def prepare(program: Program, blocks: int, elements: int, index: int = 0) -> Callable[[tuple, int], None]:
+    """Compiles; the launch that comes back takes the arguments (and a stream, for which the host has no use)."""
+    kernel, pack = compile(program), program.pack_arguments
+
+    def launch(arguments: tuple, stream: int) -> None:
+        run(kernel, blocks, pack(arguments), elements)
+
+    return launch
+
+
+def run(kernel: Any, blocks: int, packed: bytes, elements: int) -> None:
     """Runs all blocks, in this thread and, where `elements` make it worth while, in others beside it."""
     threads = min(get_num_threads(), blocks) if elements >= INLINE_ELEMENTS else 1
     if threads == 1:
