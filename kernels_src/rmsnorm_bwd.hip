@@ -67,8 +67,8 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         }
     };
     const auto write_results = [&](real* results, const real(*sums)[PACK]) LAMBDA {
-        element<WEIGHT>* const row = reinterpret_cast<element<WEIGHT>*>(results) + int64(at.head) * COLS;
-        UNROLL for (int p = 0; p < BATCH; ++p) store<WEIGHT, 1>(row, at.col(p), COLS, packed<WEIGHT>(sums[p]));
+        element<DWEIGHT>* const row = reinterpret_cast<element<DWEIGHT>*>(results) + int64(at.head) * COLS;
+        UNROLL for (int p = 0; p < BATCH; ++p) store<DWEIGHT, 1>(row, at.col(p), COLS, packed<DWEIGHT>(sums[p]));
     };
     if constexpr (!ROW_IN_REGISTERS) {  // the memory's content is no one's: every block starts from zeros of its own
         for (int begin = 0; begin < PACKS; begin += BATCH) {

@@ -87,6 +87,43 @@ def _register() -> None:
 
 _register()
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+
+
+def _has_memory(*operands: Any) -> bool:
+    """Whether a call may go to the kernels at once, without torch's dispatcher, which takes 5 µs and more each way.
+    Compilers' stand-ins and subclasses with a dispatch of their own may not."""
+    for operand in operands:
+        if type(operand) not in _PLAIN:
+            return False
+    return not torch.compiler.is_compiling()
+
+
+def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):
+    """(y, residual_out, rstd); what is absent is None or empty."""
+    eps = ops._check_eps(eps, _name(x.dtype))
+    if _has_memory(x, residual, weight, bias):
+        return ops._forward(
+            x, residual, weight, eps, True, bias, weight_offset, casting, residual_rounding,
+            out_dtype, residual_dtype, None, None,
+        )  # fmt: skip
+    return torch.ops.rmsnorm_raw.forward(
+        x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype, True
+    )
+
+
+def _call_backward(x, weight, dout, rstd, dresidual_out, bias, ctx, fused, need_dx, need_dweight):
+    """(dx, dresidual, dweight, dbias); what is absent is None or empty."""
+    if _has_memory(x, weight, dout, dresidual_out, bias):
+        return ops._backward(
+            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, "fp32", need_dx, need_dweight,
+            ctx.dx_dtype, ctx.dresidual_dtype, None, fused, None,
+        )  # fmt: skip
+    return torch.ops.rmsnorm_raw.backward(
+        x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
+        ctx.dx_dtype, ctx.dresidual_dtype,
+    )  # fmt: skip
+
 
 def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, bias_index: int) -> tuple[Any, ...]:
     """(dx, dresidual, dweight, dbias) as far as they are needed, None elsewhere."""
@@ -95,10 +132,7 @@ def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, bias_index:
     need_dweight = any(
         ctx.needs_input_grad[i] for i in (2 if fused else 1, bias_index) if i < len(ctx.needs_input_grad)
     )
-    results = torch.ops.rmsnorm_raw.backward(
-        x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
-        ctx.dx_dtype, ctx.dresidual_dtype,
-    )  # fmt: skip
+    results = _call_backward(x, weight, dout, rstd, dresidual_out, bias, ctx, fused, need_dx, need_dweight)
     two = fused and need_dx and ctx.dx_dtype != ctx.dresidual_dtype
     wanted = (need_dx, two, need_dweight and weight is not None, need_dweight and bias is not None)
     gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
@@ -133,10 +167,7 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight=None, eps=1e-6, bias=None, weight_offset=0.0, casting="fp32", out_dtype=None):
-        y, _, rstd = torch.ops.rmsnorm_raw.forward(
-            x, None, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, "stored",
-            out_dtype, None, True,
-        )  # fmt: skip
+        y, _, rstd = _call_forward(x, None, weight, bias, eps, weight_offset, casting, "stored", out_dtype, None)
         ctx.save_for_backward(x, weight, bias, rstd)
         ctx.set_materialize_grads(False)
         ctx.weight_offset = weight_offset
@@ -164,10 +195,9 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
         ctx, x, residual, weight=None, eps=1e-6, bias=None, weight_offset=0.0, casting="fp32",
         residual_rounding="stored", out_dtype=None, residual_dtype=None,
     ):  # fmt: skip
-        y, total, rstd = torch.ops.rmsnorm_raw.forward(
-            x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, residual_rounding,
-            out_dtype, residual_dtype, True,
-        )  # fmt: skip
+        y, total, rstd = _call_forward(
+            x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
+        )
         ctx.save_for_backward(total, weight, bias, rstd)
         ctx.set_materialize_grads(False)
         ctx.weight_offset = weight_offset

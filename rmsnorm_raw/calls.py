@@ -6,6 +6,7 @@ Must not: decide what is valid. A call without a known signature takes the long 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Checked:
         pointer_of = self.library.pointer
         results: list[Any] = []
         at: list[int] = []
-        for make, array in zip(self.makers, given, strict=True):
+        for make, array in zip(self.makers, given):  # noqa: B905  (equally long; strict costs a tenth of a microsecond)
             if make is None:
                 results.append(None)
                 at.append(0)
@@ -50,9 +51,10 @@ class Checked:
         stream = self.stream()
         for launch, arguments in self.steps:
             launch(arguments(pointers, at, start, eps, weight_offset), stream)
-        for array in (*given, workspace):
-            if array is not None:
-                known_library_of(array).written(array)
+        if workspace is not None or any_given(given):
+            for array in (*given, workspace):
+                if array is not None:
+                    known_library_of(array).written(array)
         del scratch  # alive until the launches that use it are in its stream
         return results
 
@@ -61,43 +63,56 @@ _KNOWN: dict[tuple, Checked] = {}
 _MOST = 4096
 
 
+def any_given(given: tuple) -> bool:
+    """Whether the caller brought an array for a result."""
+    for array in given:  # noqa: SIM110  (any() with a generator takes twice as long)
+        if array is not None:
+            return True
+    return False
+
+
+# How an operand's properties are read, by its exact type.
+_SIGNATURES: dict[type, Callable[[Any], tuple[tuple, int]]] = {type(None): lambda obj: ((), 0)}
+
+
+def _reader_of(obj: Any) -> Callable[[Any], tuple[tuple, int]]:
+    reader = _SIGNATURES[type(obj)] = known_library_of(obj).signature
+    return reader
+
+
 def signature(options: tuple, operands: tuple, given: tuple, workspace: Any) -> tuple[tuple, tuple] | None:
     """(key, pointers of the operands), or None for a call that can only take the long way."""
     key: list[Any] = [options]
     pointers = []
     try:
         for obj in operands:
-            if obj is None:
-                key.append(None)
-                pointers.append(0)
-            else:
-                traits, pointer = known_library_of(obj).signature(obj)
-                key.append(traits)
-                pointers.append(pointer)
-        for obj in given:
-            key.append(None if obj is None else known_library_of(obj).signature_of_output(obj))
-        if workspace is not None:
-            key.append(known_library_of(workspace).signature_of_output(workspace))
-        found = tuple(key)
-        hash(found)
-    except Exception:  # sparse, fake, unhashable, of no library: the long way says what is wrong, if anything is
+            traits, pointer = (_SIGNATURES.get(type(obj)) or _reader_of(obj))(obj)
+            key.append(traits)
+            pointers.append(pointer)
+        if workspace is not None or any_given(given):
+            for obj in (*given, workspace):
+                key.append(None if obj is None else known_library_of(obj).signature_of_output(obj))
+    except Exception:  # sparse, fake, of no library: the long way says what is wrong, if anything is
         return None
-    return found, tuple(pointers)
+    return tuple(key), tuple(pointers)
 
 
 def find(key: tuple, pointers: tuple, given: tuple, workspace: Any) -> Checked | None:
     """The checked call of that signature, unless its arrays lie on one another in a way that has to be looked at."""
-    checked = _KNOWN.get(key)
-    if checked is None:
+    try:
+        checked = _KNOWN.get(key)
+    except TypeError:  # an option that cannot be a key
         return None
-    writes = workspace is not None or any(obj is not None for obj in given)
-    return None if writes and not _apart(checked, pointers, given, workspace) else checked
+    if checked is None or (workspace is None and not any_given(given)):
+        return checked
+    return checked if _apart(checked, pointers, given, workspace) else None
 
 
 def remember(key: tuple, checked: Checked) -> None:
     if len(_KNOWN) >= _MOST:
         _KNOWN.clear()
-    _KNOWN[key] = checked
+    with contextlib.suppress(TypeError):  # an option that cannot be a key
+        _KNOWN[key] = checked
 
 
 def _apart(checked: Checked, pointers: tuple, given: tuple, workspace: Any) -> bool:

@@ -320,13 +320,14 @@ def _forward(
     normed = sum_dtype if round_residual and added else x_dtype
     traits = _traits(door)
     y_rows, total_rows = door.result(y, door.shape, y_dtype), door.result(total, door.shape, sum_dtype)
+    outputs = (y_rows, total_rows) if added else (y_rows,)
     steps = []
     if door.rows:
         forward = planning.plan_forward(
             door.rows, door.cols, traits,
             x=x_dtype, y=y_dtype, residual=residual_rows.dtype or None, residual_out=sum_dtype or None,
             weight=weight_rows.dtype or None, bias=bias_rows.dtype or None, heads=door.heads,
-            vector=door.alignment((y_rows, total_rows) if added else (y_rows,), planning.elements_per_pack(normed, traits)),
+            vector=door.alignment(outputs, planning.elements_per_pack(normed, traits)),
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
         sizes = (door.rows, door.x_rows.pitch, residual_rows.pitch, y_rows.pitch, total_rows.pitch)
@@ -406,7 +407,7 @@ def _backward(
         door.rows, door.cols, traits,
         x=x_dtype, dout=dout_rows.dtype, dx=dx_dtype if need_dx else None,
         dresidual_out=added_rows.dtype or None, dresidual=dresidual_dtype if two_gradients else None,
-        weight=weight_rows.dtype or None, heads=door.heads,
+        weight=weight_rows.dtype or None, dweight=dtypes[3] or None, heads=door.heads,
         vector=door.alignment(gradients, planning.elements_per_pack(x_dtype, traits)),
         offset_weight=weight_offset != 0.0, need_dweight=need_dweight, need_dbias=need_dbias,
     )  # fmt: skip
@@ -607,7 +608,11 @@ def _needs_autograd(*operands: Any) -> bool:
         return isinstance(operands[0], torch.Tensor)
     if not torch.is_grad_enabled():
         return False
-    needs = any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands)
+    needs = False
+    for operand in operands:  # a loop: any() with a generator takes three times as long
+        if operand is not None and isinstance(operand, torch.Tensor) and operand.requires_grad:
+            needs = True
+            break
     if needs and not isinstance(operands[0], torch.Tensor):
         raise RuntimeError(
             f"x is a {type(operands[0]).__module__} array, but another operand is a torch tensor that requires a "

@@ -66,6 +66,7 @@ class Constants:
     dresidual_out: str | None = None
     dx: str | None = None
     dresidual: str | None = None
+    dweight: str | None = None  # and dbias
     # options
     add_residual: bool = False
     round_residual: bool = True
@@ -140,9 +141,17 @@ def _rows_for(threads: int, block: int, wave: int) -> int:
     return max(_power_of_two_from(block // threads + 1) // 2, _ceil(wave, threads), 1)
 
 
-def _resident(traits: Traits, threads_on_h200: int) -> int:
-    """Threads that shall be resident on a unit. A CU has twice a multiprocessor's registers for as many threads."""
-    return threads_on_h200 * (2 if traits.vendor == "amd" else 1)
+# AMD, where nothing has been timed: threads that shall be resident on a unit follow from registers and latency. A CU of
+# CDNA, and a WGP of RDNA, has 131072 registers, 128 each for 1024 threads. What each shape takes, compiled by clang 20
+# and 22 (tests/test_amd.py), has to fit with a tenth to spare. Memory that answers after 0.9 µs keeps 16 KB a CU in
+# flight on an MI300X (5.3 TB/s, 304 CUs) and 28 KB on an MI355X (8 TB/s, 256); 1024 threads with one operand's four
+# packs have 64 KB, those with one pack of x and dout 32 KB.
+
+
+def _forward_residency_on_amd(packs: int, prefetch: bool, fused: bool) -> int:
+    if packs == 1:
+        return 1024 if prefetch else 1536 if fused else 2048  # 51, 40 and 33 registers
+    return 768 if prefetch and fused and packs > 2 else 1024  # up to 138, else 116
 
 
 def _on_host(cols: int, pack: int) -> dict:
@@ -231,7 +240,9 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
     if row_packs <= 64:
         threads = _threads_for(row_packs, 1, traits.wave, 64)
     else:
-        threads = max(64, _threads_for(row_packs, 4, traits.wave, 512 if row_packs <= 8192 else 1024))
+        # AMD: 1024 threads have 128 registers each and no more, too few for the longest rows (clang 20 spills).
+        most = 512 if row_packs <= 8192 or traits.vendor == "amd" else 1024
+        threads = max(64, _threads_for(row_packs, 4, traits.wave, most))
     packs = _ceil(row_packs, threads)
     rows_per_block = _rows_for(threads, 128 if threads <= 64 else 256, traits.wave)
     block = threads * rows_per_block
@@ -248,11 +259,12 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
         # persistent grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
         early = threads < 256
         prefetch = rows <= 8 * traits.units and threads <= 256
-        if threads > 256:
+        if traits.vendor == "amd":
+            resident = _forward_residency_on_amd(packs, prefetch, fused)
+        elif threads > 256:
             resident = 1024
         else:
             resident = 512 if prefetch or not early else 768 if fused else 1024
-        resident = _resident(traits, resident)
         return shape | {
             "kept": packs,
             "batch": packs if early else min(2, packs),
@@ -263,7 +275,9 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
         }
     # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
     # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.
-    if threads == 512:
+    if packs > 16 and traits.vendor == "amd":
+        kept, batch, blocks_per_unit = 4, 4, 1  # eight of each take 256 registers and spill with clang 20
+    elif threads == 512:
         kept = min(packs, 8) if fused or packs > 8 else 2
         batch = 4 if kept == 8 else 2
         blocks_per_unit = 1 if kept == 8 else 2
@@ -272,7 +286,7 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
     return shape | {
         "kept": min(kept, packs),
         "batch": batch,
-        "blocks_per_unit": blocks_per_unit * (2 if traits.vendor == "amd" and threads == 512 else 1),
+        "blocks_per_unit": blocks_per_unit,
         "early_weight": False,
         "unpack_again": True,
     }
@@ -290,14 +304,18 @@ def plan_backward(
     dresidual_out: str | None = None,
     dresidual: str | None = None,
     weight: str | None = None,
+    dweight: str | None = None,
     heads: int = 1,
     vector: int = 16,
     offset_weight: bool = False,
     need_dweight: bool = True,
     need_dbias: bool = False,
 ) -> BackwardPlan:
-    """The backward: dx (None: not wanted), and rows of partials for dweight and dbias. `dresidual` is the dtype of a
-    second copy of dx, None where one array serves both."""
+    """The backward: dx (None: not wanted), and rows of partials for dweight and dbias.
+
+    `dresidual` is the dtype of a second copy of dx, None where one array serves both; `dweight` that of dweight and
+    dbias, by default the weight's.
+    """
     pack = elements_per_pack(x, traits)
     on_host = traits.vendor == "host"
     sums = need_dweight or need_dbias
@@ -334,6 +352,7 @@ def plan_backward(
         dresidual_out=dresidual_out,
         dx=dx,
         dresidual=dresidual,
+        dweight=(dweight or weight) if direct else None,
         need_dx=dx is not None,
         need_dweight=need_dweight,
         need_dbias=need_dbias,
@@ -354,7 +373,9 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bo
     row_packs = _ceil(cols, pack)
     tiles = 1 if row_packs <= 2048 else _ceil(row_packs, 1024)
     tile_packs = _ceil(row_packs, tiles)
-    threads = _threads_for(tile_packs, 1 if tile_packs <= 256 else 2, traits.wave, 512)
+    # AMD: from 8192 columns 1024 threads, so that two packs a thread and the next row's stay in registers at any width.
+    most = 1024 if traits.vendor == "amd" and tiles == 1 else 512
+    threads = _threads_for(tile_packs, 1 if tile_packs <= 256 else 2, traits.wave, most)
     packs = _ceil(tile_packs, threads)
     rows_per_block = 1
     if threads <= 128 and tiles == 1:
@@ -362,10 +383,16 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bo
         # columns 67.7 with 128×2, 3 a unit; 98 with 128×4, 2.
         rows_per_block = _rows_for(threads, 256 if added else 512, traits.wave)
     block = threads * rows_per_block
-    resident = _resident(traits, {1: 768 if added else 1024, 2: 512}.get(packs, 512))
-    blocks_per_unit = max(1, (resident + block // 2) // block)
     # Two packs with everything in registers take about 122 of them, 145 with a second gradient.
-    tight = packs == 2 and _resident(traits, 65536) // (blocks_per_unit * block) < 120
+    if traits.vendor == "amd":
+        # One pack takes 86, with a second gradient 96. Two take 149, so that 768 threads fit; if unpacked again 103.
+        tight = packs == 2 and block >= (513 if added else 512)
+        resident = 1024 if tight or (packs == 1 and added) else 1280 if packs == 1 else 768
+        blocks_per_unit = max(1, resident // block)
+    else:
+        resident = {1: 768 if added else 1024, 2: 512}.get(packs, 512)
+        blocks_per_unit = max(1, (resident + block // 2) // block)
+        tight = packs == 2 and 65536 // (blocks_per_unit * block) < 120
     return {
         "threads_per_row": threads,
         "rows_per_block": rows_per_block,
@@ -391,7 +418,7 @@ def _plan_means(rows: int, cols: int, common: Constants, traits: Traits) -> Plan
         common,
         threads_per_row=threads,
         rows_per_block=1,
-        blocks_per_unit=2,
+        blocks_per_unit=1 if traits.vendor == "amd" else 2,
         packs=packs,
         batch=4 if common.pack == 8 else 2,
         section=packs,
