@@ -76,7 +76,12 @@ def _torch_backend(device):
 
 
 @pytest.fixture(
-    params=["numpy", "torch", pytest.param("cupy", marks=pytest.mark.gpu), pytest.param("torch-gpu", marks=pytest.mark.gpu)]
+    params=[
+        "numpy",
+        "torch",
+        pytest.param("cupy", marks=pytest.mark.gpu),
+        pytest.param("torch-gpu", marks=pytest.mark.gpu),
+    ]
 )
 def backend(request):
     """A library to run on: `put` takes a NumPy array there, `get` brings one back."""

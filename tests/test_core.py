@@ -41,7 +41,9 @@ def run_and_check(backend, m, n, dtype, weight_dtype=None):
     expected = reference.forward(x, weight, eps)
     y, rstd = rr.rmsnorm_fwd(put(x), put(weight), eps, True)
     assert_rows_close(get(y), expected.y, dtype, "y")
-    assert_rows_close(get(rstd)[..., None], expected.rstd[..., None], "float64" if dtype == "float64" else "float32", "rstd")
+    assert_rows_close(
+        get(rstd)[..., None], expected.rstd[..., None], "float64" if dtype == "float64" else "float32", "rstd"
+    )
     gradients = reference.backward(x, weight, dout, eps)
     dx, dweight = rr.rmsnorm_bwd(put(x), put(weight), put(dout), rstd)
     assert_rows_close(get(dx), gradients.dx, dtype, "dx")
@@ -66,7 +68,9 @@ def test_equals_float64(array_backend, case):
     run_and_check(array_backend, *case)
 
 
-@pytest.mark.parametrize(("m", "n", "dtype", "weight_dtype"), [(64, 512, "bfloat16", "float32"), (33, 769, "float16", "float32")])
+@pytest.mark.parametrize(
+    ("m", "n", "dtype", "weight_dtype"), [(64, 512, "bfloat16", "float32"), (33, 769, "float16", "float32")]
+)
 def test_16_bit_rows_with_a_float32_weight(backend, m, n, dtype, weight_dtype):
     run_and_check(backend, m, n, dtype, weight_dtype)
 

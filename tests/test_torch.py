@@ -23,7 +23,10 @@ def leaf(*shape, device="cpu", dtype=torch.float32, seed=0, grad=True):
 
 
 def test_gradcheck_in_float64(device):
-    x, residual, weight, bias = (leaf(*s, device=device, dtype=torch.float64, seed=i) for i, s in enumerate([(3, 4, 10), (3, 4, 10), (10,), (10,)]))
+    x, residual, weight, bias = (
+        leaf(*s, device=device, dtype=torch.float64, seed=i)
+        for i, s in enumerate([(3, 4, 10), (3, 4, 10), (10,), (10,)])
+    )
     assert torch.autograd.gradcheck(lambda x, w: rr.rmsnorm(x, w, 1e-5), (x, weight), fast_mode=False)
     assert torch.autograd.gradcheck(lambda x: rr.rmsnorm(x, None, 1e-5), (x,))
     assert torch.autograd.gradcheck(
@@ -57,11 +60,14 @@ def test_a_deep_residual_stream_equals_eager_torch(device, dtype):
         assert (ours.float() - theirs.float()).abs().max() <= scale * (3e-6 if dtype == torch.float32 else 4e-2)
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
+)
 @pytest.mark.parametrize("used", ["y", "residual_out", "both"])
 def test_no_needed_gradient_is_missing_and_no_other_computed(device, needs, used, monkeypatch):
     x, residual, weight = (
-        leaf(*shape, device=device, seed=i, grad=grad) for i, (shape, grad) in enumerate(zip([(6, 32), (6, 32), (32,)], needs, strict=True))
+        leaf(*shape, device=device, seed=i, grad=grad)
+        for i, (shape, grad) in enumerate(zip([(6, 32), (6, 32), (32,)], needs, strict=True))
     )
     calls = []
     backward = ops._backward
@@ -72,7 +78,9 @@ def test_no_needed_gradient_is_missing_and_no_other_computed(device, needs, used
     dout = np.ones((6, 32), np.float32)
     added = None if used == "y" else dout * (2 if used == "both" else 1)
     h = (x + residual).detach().cpu().numpy()
-    expected = reference.backward(h, weight.detach().cpu().numpy(), dout if used != "residual_out" else 0 * dout, dresidual_out=added)
+    expected = reference.backward(
+        h, weight.detach().cpu().numpy(), dout if used != "residual_out" else 0 * dout, dresidual_out=added
+    )
     for tensor, needed in zip((x, residual), needs[:2], strict=True):
         assert (tensor.grad is not None) == needed
         if needed:
@@ -213,7 +221,11 @@ def _block(x, residual, weight):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_compiles_without_a_graph_break(device, grad):
-    operands = [leaf(5, 16, device=device, grad=grad), leaf(5, 16, device=device, seed=1, grad=grad), leaf(16, device=device, seed=2, grad=grad)]
+    operands = [
+        leaf(5, 16, device=device, grad=grad),
+        leaf(5, 16, device=device, seed=1, grad=grad),
+        leaf(16, device=device, seed=2, grad=grad),
+    ]
     compiled = torch.compile(_block, fullgraph=True, backend="aot_eager")
     expected, actual = _block(*operands), compiled(*operands)
     assert torch.equal(expected, actual)
@@ -227,7 +239,9 @@ def test_compiles_without_a_graph_break(device, grad):
 def test_operators_are_sound(device, weight):
     x, w = leaf(5, 16, device=device, grad=False), leaf(16, device=device, grad=False) if weight else None
     rstd = torch.ones(5, device=device)
-    torch.library.opcheck(torch.ops.rmsnorm_raw.forward.default, (x, x * 2, w, None, 1e-6, 0.0, "fp32", "stored", None, None, True))
+    torch.library.opcheck(
+        torch.ops.rmsnorm_raw.forward.default, (x, x * 2, w, None, 1e-6, 0.0, "fp32", "stored", None, None, True)
+    )
     for dresidual_dtype in (torch.float32, torch.bfloat16):
         torch.library.opcheck(
             torch.ops.rmsnorm_raw.backward.default,

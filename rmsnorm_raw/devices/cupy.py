@@ -186,7 +186,7 @@ _buffers = threading.local()  # the driver reads the arguments while the GIL is 
 
 def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int]:
     """This thread's buffer for arguments that begin at `places`, and the address of its table of pointers to them."""
-    known = _buffers.__dict__
+    known: dict[Any, Any] = _buffers.__dict__
     found = known.get(places)
     if found is None:
         buffer = ctypes.create_string_buffer(256)
