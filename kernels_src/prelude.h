@@ -62,7 +62,7 @@ DEVICE uint32 narrow_f16(float low, float high) {
 #endif
 }
 #if __CUDA_ARCH__ >= 800
-#define HAS_NARROW_BF16 1
+#define HAS_NARROW_BF16
 DEVICE uint32 narrow_bf16(float low, float high) {
     uint32 word;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -107,6 +107,17 @@ DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits);
 DEVICE uint32 narrow_f16(float low, float high) {
     return __builtin_bit_cast(uint16, (_Float16)low) | uint32(__builtin_bit_cast(uint16, (_Float16)high)) << 16;
 }
+#if defined(__gfx950__)
+#define HAS_NARROW_BF16
+DEVICE uint32 narrow_bf16(float low, float high) {
+    uint32 word;
+    asm("v_cvt_pk_bf16_f32 %0, %1, %2" : "=v"(word) : "v"(low), "v"(high));
+    return word;
+}
+#else
+#define HAS_UPPER_HALVES
+DEVICE uint32 upper_halves(uint32 low, uint32 high) { return __builtin_amdgcn_perm(high, low, 0x07060302); }
+#endif
 
 #elif defined(RMSNORM_RAW_LANES)  // ---- a GPU made of fibres, for tests: tests/lanes/lanes.h comes before this text
 
@@ -269,14 +280,17 @@ DEVICE void copy(T* to, const T* from) {
 
 // ---------------------------------------------------------------------------------------------- numbers
 
+#if !defined(HAS_UPPER_HALVES)
+DEVICE uint32 upper_halves(uint32 low, uint32 high) { return low >> 16 | (high & 0xffff0000u); }
+#endif
+// Nearest even by integers, in the upper half. This carries some NaNs to a number, unless their lower half is zero.
+DEVICE uint32 bf16_of_number(float value) { return as_bits(value) + 0x7fff + (as_bits(value) >> 16 & 1); }
 #if !defined(HAS_NARROW_BF16)
-// Nearest even by integers. A NaN keeps its sign and stays a NaN: adding the rounding could carry it to infinity.
-DEVICE uint32 bf16_bits(float value) {
-    uint32 bits = as_bits(value);
-    uint32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
-}
-DEVICE uint32 narrow_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+DEVICE uint32 bf16_of_any(float value) { return value != value ? 0x7fc00000 : bf16_of_number(value); }
+DEVICE uint32 narrow_bf16(float low, float high) { return upper_halves(bf16_of_any(low), bf16_of_any(high)); }
+constexpr bool CONVERTS_BF16 = false;
+#else
+constexpr bool CONVERTS_BF16 = true;
 #endif
 
 template <bool YES, class A, class B> struct Select { typedef A type; };
@@ -315,6 +329,11 @@ DEVICE real rounded(real value) { return widen<D>(narrow<D>(value)); }
 // apart at once, and so wait for a load that is meant to stay in flight.
 template <Dtype D> constexpr int PER_CELL = (D == F16 || D == BF16) && WAVE > 1 ? 2 : 1;
 template <Dtype D> using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
+
+// Arithmetic hands on an operand's NaN or makes one of its own: where all operands are bf16, its lower half is zero.
+CONSTEXPR bool no_other_than_bf16(Dtype d) { return d == BF16 || d == NONE; }
+constexpr bool ONLY_BF16 = no_other_than_bf16(X) && no_other_than_bf16(RESIDUAL) && no_other_than_bf16(WEIGHT) &&
+                           no_other_than_bf16(BIAS) && no_other_than_bf16(DOUT) && no_other_than_bf16(DRESIDUAL_OUT);
 
 // PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
 template <Dtype D>
@@ -392,6 +411,8 @@ DEVICE Pack<D> packed(const real* values) {
             pack.at[i] = narrow<D>(values[i]);
         } else if constexpr (D == F16) {
             pack.at[i] = narrow_f16(values[2 * i], values[2 * i + 1]);
+        } else if constexpr (ONLY_BF16 && !CONVERTS_BF16) {  // without the test for NaN: half of the instructions
+            pack.at[i] = upper_halves(bf16_of_number(values[2 * i]), bf16_of_number(values[2 * i + 1]));
         } else {
             pack.at[i] = narrow_bf16(values[2 * i], values[2 * i + 1]);
         }
