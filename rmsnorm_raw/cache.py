@@ -6,9 +6,11 @@ Must not: know compilers or what the bytes mean.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -26,13 +28,16 @@ def folder() -> Path:
 
 
 @lru_cache(maxsize=1)
-def _temporary() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="rmsnorm_raw-", ignore_cleanup_errors=True)
-
-
 def temporary_folder() -> Path:
     """Where objects go when the cache folder is of no use; gone with the process."""
-    return Path(_temporary().name)
+    path, owner = tempfile.mkdtemp(prefix="rmsnorm_raw-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked child may end first
+            shutil.rmtree(path, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(path)
 
 
 def find(name: str) -> Path | None:
