@@ -1,7 +1,8 @@
 // What every kernel stands on: the machine's primitives, number formats, packs, the sum over a row.
 //
 // Knows:    the constants that program.py writes in front of it. The only file with #if: one branch for NVIDIA (NVRTC),
-//           one for AMD (hipRTC, or clang without any HIP header), one for the host's C++ compiler.
+//           one for AMD (hipRTC, or clang without any HIP header), one for the host's C++ compiler; one is filled by
+//           tests.
 // Must not: include anything, or know what a norm is.
 //
 // On the host a block is one thread, so the same text is a plain loop over rows that the compiler vectorises.
@@ -78,9 +79,9 @@ DEVICE uint32 narrow_bf16(float low, float high) {
 #define DEVICE_MEMBER __attribute__((device)) __attribute__((always_inline))
 #define LAMBDA __attribute__((always_inline))
 #define CONSTEXPR constexpr
-#define KERNEL                                                                       \
-    extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(   \
-        THREADS, THREADS))) __attribute__((amdgpu_waves_per_eu(WAVES_PER_SIMD))) void
+#define KERNEL                                                                                        \
+    extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(THREADS, THREADS))) \
+    __attribute__((amdgpu_waves_per_eu(WAVES_PER_SIMD))) void
 #define SHARED __attribute__((shared))
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("nounroll")
@@ -101,7 +102,9 @@ DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c)
 DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
-DEVICE void forget(T& v, uint32) { asm volatile("" : "+v"(v)); }
+DEVICE void forget(T& v, uint32) {
+    asm volatile("" : "+v"(v));
+}
 
 DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
 DEVICE uint32 narrow_f16(float low, float high) {
@@ -159,7 +162,9 @@ DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
 DEVICE void forget(T&, uint32) {}
 template <int WIDTH, class T>
-DEVICE T wave_sum(T v) { return v; }
+DEVICE T wave_sum(T v) {
+    return v;
+}
 
 // fp16 by integers, without branches: not every C++ compiler has _Float16, and this vectorises.
 DEVICE float widen_f16(uint16 bits) {
@@ -180,14 +185,20 @@ DEVICE uint32 narrow_f16(float low, float high) { return half_bits(low) | half_b
 
 // Any alignment will do: the compiler takes the vector moves of the CPU.
 template <int COUNT, class T>
-DEVICE void copy(T* to, const T* from) { __builtin_memcpy(to, from, COUNT * sizeof(T)); }
+DEVICE void copy(T* to, const T* from) {
+    __builtin_memcpy(to, from, COUNT * sizeof(T));
+}
 
 // ENTRY(kernel): `kernel_blocks(arguments, first, last)` runs blocks first … last-1. The arguments lie in one buffer at
 // their natural alignment, the layout that a GPU's launch takes too.
 template <int I, class T, class... Rest>
-struct Nth { typedef typename Nth<I - 1, Rest...>::type type; };
+struct Nth {
+    typedef typename Nth<I - 1, Rest...>::type type;
+};
 template <class T, class... Rest>
-struct Nth<0, T, Rest...> { typedef T type; };
+struct Nth<0, T, Rest...> {
+    typedef T type;
+};
 template <class... All, class... Done>
 static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned long offset, int first, int last,
                        Done... done) {
@@ -200,9 +211,9 @@ static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned l
         run_blocks(kernel, arguments, offset + sizeof(value), first, last, done..., value);
     }
 }
-#define ENTRY(kernel)                                                                     \
-    extern "C" void kernel##_blocks(const char* arguments, int first, int last) {         \
-        run_blocks(kernel, arguments, 0, first, last);                                    \
+#define ENTRY(kernel)                                                             \
+    extern "C" void kernel##_blocks(const char* arguments, int first, int last) { \
+        run_blocks(kernel, arguments, 0, first, last);                            \
     }
 
 #endif
@@ -222,7 +233,9 @@ DEVICE T wave_sum(T v) {
 
 // A 32-bit value moved between lanes; a double moves as two halves.
 template <class Move>
-DEVICE float moved(float v, Move move) { return as_float(move(as_bits(v))); }
+DEVICE float moved(float v, Move move) {
+    return as_float(move(as_bits(v)));
+}
 template <class Move>
 DEVICE double moved(double v, Move move) {
     unsigned long long bits = __builtin_bit_cast(unsigned long long, v);
@@ -293,19 +306,41 @@ constexpr bool CONVERTS_BF16 = false;
 constexpr bool CONVERTS_BF16 = true;
 #endif
 
-template <bool YES, class A, class B> struct Select { typedef A type; };
-template <class A, class B> struct Select<false, A, B> { typedef B type; };
+template <bool YES, class A, class B>
+struct Select {
+    typedef A type;
+};
+template <class A, class B>
+struct Select<false, A, B> {
+    typedef B type;
+};
 
 // What is computed and accumulated in: float, or double for float64 operands.
 typedef Select<COMPUTE == F64, double, float>::type real;
 
 // How an element lies in memory; NONE (an absent operand) only has to compile.
-template <Dtype D> struct Element { typedef real type; };
-template <> struct Element<F16> { typedef uint16 type; };
-template <> struct Element<BF16> { typedef uint16 type; };
-template <> struct Element<F32> { typedef float type; };
-template <> struct Element<F64> { typedef double type; };
-template <Dtype D> using element = typename Element<D>::type;
+template <Dtype D>
+struct Element {
+    typedef real type;
+};
+template <>
+struct Element<F16> {
+    typedef uint16 type;
+};
+template <>
+struct Element<BF16> {
+    typedef uint16 type;
+};
+template <>
+struct Element<F32> {
+    typedef float type;
+};
+template <>
+struct Element<F64> {
+    typedef double type;
+};
+template <Dtype D>
+using element = typename Element<D>::type;
 
 template <Dtype D>
 DEVICE real widen(element<D> stored) {
@@ -321,14 +356,18 @@ DEVICE element<D> narrow(real value) {
 }
 // A rounding step of its own: the value that D would keep.
 template <Dtype D>
-DEVICE real rounded(real value) { return widen<D>(narrow<D>(value)); }
+DEVICE real rounded(real value) {
+    return widen<D>(narrow<D>(value));
+}
 
 // ---------------------------------------------------------------------------------------------- packs
 
 // On a GPU two 16-bit elements share a 32-bit cell until they are used. As 16-bit values the compiler would take them
 // apart at once, and so wait for a load that is meant to stay in flight.
-template <Dtype D> constexpr int PER_CELL = (D == F16 || D == BF16) && WAVE > 1 ? 2 : 1;
-template <Dtype D> using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
+template <Dtype D>
+constexpr int PER_CELL = (D == F16 || D == BF16) && WAVE > 1 ? 2 : 1;
+template <Dtype D>
+using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
 
 // Arithmetic hands on an operand's NaN or makes one of its own: where all operands are bf16, its lower half is zero.
 CONSTEXPR bool no_other_than_bf16(Dtype d) { return d == BF16 || d == NONE; }
@@ -348,7 +387,8 @@ constexpr bool EXACT =
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
 constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
 
-// The pack at column `col` of a row of `cols`; zeros beyond its end. Accesses are of VECTOR_OF elements, 16 bytes at most.
+// The pack at column `col` of a row of `cols`; zeros beyond its end. Accesses are of VECTOR_OF elements, 16 bytes at
+// most.
 template <Dtype D, int VECTOR_OF = VECTOR>
 DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
     constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
@@ -487,8 +527,8 @@ DEVICE real fold(const real* lanes) {
 
 CONSTEXPR int power_of_two_from(int n, int power = 1) { return power >= n ? power : power_of_two_from(n, 2 * power); }
 
-// The sum over the threads of each row, in all of them: the one reduction of all kernels. One barrier: `turn` alternates
-// between two sets of slots, so a slow wave still reads its own while a fast one writes the next row's.
+// The sum over the threads of each row, in all of them: the one reduction of all kernels. One barrier: `turn`
+// alternates between two sets of slots, so a slow wave still reads its own while a fast one writes the next row's.
 DEVICE real row_sum(real v, int turn) {
     if constexpr (WAVES_PER_ROW == 1) {
         return wave_sum<THREADS_PER_ROW>(v);

@@ -98,12 +98,13 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         const bool there = i + at.row_in_block < at.end;
         return RowInput{there ? rstd[row] : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
     };
-    // g, x̂ and dout of one pack.
-    const auto gradients = [&](const Input& in, const Pack<WEIGHT>& w, real rstd, real* g, real* normed, real* d) LAMBDA {
+    RowInput of_row, of_next;
+    // g, x̂ and dout of one pack of this row.
+    const auto gradients = [&](const Input& in, const Pack<WEIGHT>& w, real* g, real* normed, real* d) LAMBDA {
         real factor[PACK];
         unpack<X>(in.x, normed);
         unpack<DOUT>(in.dout, d);
-        UNROLL for (int k = 0; k < PACK; ++k) normed[k] *= rstd;
+        UNROLL for (int k = 0; k < PACK; ++k) normed[k] *= of_row.rstd;
         if constexpr (WEIGHT != NONE) unpack<WEIGHT>(w, factor);
         UNROLL for (int k = 0; k < PACK; ++k) {
             if constexpr (OFFSET_WEIGHT) factor[k] += weight_offset;
@@ -112,7 +113,6 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     };
 
     Input in[BATCH], next[PREFETCH ? BATCH : 1];
-    RowInput of_row, of_next;
     Pack<WEIGHT> w[BATCH];
     if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < BATCH; ++p) load_weight(p, w[p]);
@@ -157,8 +157,9 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                     }
                     UNROLL for (int p = 0; p < BATCH; ++p) {
                         real g[PACK], normed[PACK], d[PACK];
-                        gradients(in[p], w[p], of_row.rstd, g, normed, d);
-                        UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(g[k], normed[k], lanes[k % LANES]);
+                        gradients(in[p], w[p], g, normed, d);
+                        UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] =
+                            madd(g[k], normed[k], lanes[k % LANES]);
                     }
                 }
                 total += fold(lanes);
@@ -193,7 +194,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             }
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 real g[PACK], normed[PACK], d[PACK];
-                gradients(in[p], w[p], of_row.rstd, g, normed, d);
+                gradients(in[p], w[p], g, normed, d);
                 UNROLL for (int k = 0; k < PACK; ++k) {
                     if constexpr (NEED_DWEIGHT) dw[p][k] = madd(d[k], normed[k], dw[p][k]);
                     if constexpr (NEED_DBIAS) db[p][k] += d[k];
@@ -208,7 +209,8 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                     }
                     store<DX>(dx + row * dx_pitch, at.col(begin + p), cols, packed<DX>(v));
                     if constexpr (DRESIDUAL != NONE) {  // only where its dtype is not dx's
-                        store<DRESIDUAL>(dresidual + row * dresidual_pitch, at.col(begin + p), cols, packed<DRESIDUAL>(v));
+                        store<DRESIDUAL>(dresidual + row * dresidual_pitch, at.col(begin + p), cols,
+                                         packed<DRESIDUAL>(v));
                     }
                 }
             }

@@ -23,8 +23,8 @@ struct Factors {
 
 KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const element<WEIGHT>* weight,
                    const element<BIAS>* bias, element<Y>* y, element<RESIDUAL_OUT>* residual_out, real* rstd,
-                   int64 rows, int64 x_pitch, int64 residual_pitch, int64 y_pitch, int64 residual_out_pitch,
-                   real eps, real weight_offset, int blocks) {
+                   int64 rows, int64 x_pitch, int64 residual_pitch, int64 y_pitch, int64 residual_out_pitch, real eps,
+                   real weight_offset, int blocks) {
     const Place at = place(rows, blocks);
     if constexpr (WEIGHT != NONE && HEADS > 1) weight += int64(at.head) * COLS;
     if constexpr (BIAS != NONE && HEADS > 1) bias += int64(at.head) * COLS;
