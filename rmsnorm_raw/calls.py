@@ -115,6 +115,14 @@ def remember(key: tuple, checked: Checked) -> None:
         _KNOWN[key] = checked
 
 
+def same_layout(given: Any, operand: Any) -> bool:
+    """Whether two arrays have their elements at the same places from their pointers on."""
+    if given is None or operand is None:
+        return False
+    (a, _), (b, _) = (known_library_of(obj).signature(obj) for obj in (given, operand))
+    return a[1:4] == b[1:4]  # shape, strides, dtype
+
+
 def _apart(checked: Checked, pointers: tuple, given: tuple, workspace: Any) -> bool:
     """Whether every given result is disjoint from all else, or exactly in place where that is allowed."""
     written = [(index, known_library_of(obj).extent(obj)) for index, obj in enumerate(given) if obj is not None]

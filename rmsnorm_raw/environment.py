@@ -165,8 +165,8 @@ def check_rocm_libraries(distributions: Sequence[str], load: Callable[[str], Any
 
 
 def check_hipcc(distributions: Sequence[str], path: str | None) -> list[Finding]:
-    """CuPy on ROCm runs hipcc before each compilation, even of hipRTC."""
-    if path or not any("rocm" in name or name == "amd-cupy" for name in distributions):
+    """CuPy on ROCm runs hipcc before each compilation, even of hipRTC; this package's own road by hip-python does not."""
+    if path or "hip-python" in distributions or not any("rocm" in name or name == "amd-cupy" for name in distributions):
         return []
     remedy = "install ROCm's HIP compiler; where it is installed: export PATH=/opt/rocm/bin:$PATH"
     return [Finding("hipcc is not on PATH, and CuPy on ROCm runs it before every compilation", remedy)]
@@ -271,7 +271,7 @@ def try_device(kind: str) -> str | None:
             from .devices.cupy import require_cupy
 
             array = require_cupy().asarray(array)
-        y = ops.rmsnorm(array, eps=0.0)
+        y = ops.rmsnorm(array, eps=1e-12)
         got = np.asarray(y if kind == "host" else y.get())
     except Exception as error:
         return str(error).strip() or type(error).__name__

@@ -288,7 +288,7 @@ def _forward(
     """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
     operands, given = (x, residual, weight, bias), (out, residual_out, None)
     if type(eps) is float and eps >= 0 and type(weight_offset) is float:
-        options = (store_rstd is True, casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0)
+        options = (bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0)
         signed = calls.signature(("forward", *options), operands, given, None)
         if signed is not None and (checked := calls.find(*signed, given, None)) is not None:
             return checked.run(signed[1], given, None, eps, weight_offset)
@@ -338,9 +338,11 @@ def _forward(
         steps.append((forward, arguments))
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
-    checked = _checked(door, wanted, shapes, 0, steps, in_place=((0, 0), (1, 1)))
+    checked = _checked(door, wanted, shapes, 0, steps)
     if signed is not None and door.can_be_remembered():
-        checked.spans = door.spans((x, residual, weight, bias), signed[1])
+        checked.spans = door.spans(operands, signed[1])
+        # Each output may lie on the operand that it replaces, if it lies there element by element.
+        checked.in_place = tuple((i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i]))
         calls.remember(signed[0], checked)
     pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
     _order_streams(door)
@@ -482,7 +484,6 @@ def _checked(
     shapes: tuple[tuple[int, ...], ...],
     scratch_bytes: int,
     steps: list[tuple[planning.Plan, calls.Arguments]],
-    in_place: tuple[tuple[int, int], ...] = (),
 ) -> calls.Checked:
     """Compiles everything before anything runs."""
     if door.device.kind == "host":
@@ -499,9 +500,7 @@ def _checked(
         None if dtype is None else make(shape, dtype, door.device) for dtype, shape in zip(wanted, shapes, strict=True)
     )
     scratch = make((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    return calls.Checked(
-        door.library, tuple(makers), scratch, ready, door.library.stream_getter(door.device), in_place=in_place
-    )
+    return calls.Checked(door.library, tuple(makers), scratch, ready, door.library.stream_getter(door.device))
 
 
 def _order_streams(door: Door) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from rmsnorm_raw.plan import Traits, plan_backward, plan_forward, plan_reduce
 from rmsnorm_raw.program import program
 
@@ -20,11 +21,28 @@ def plans(arch):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
             vector = 1 if cols in (5, 769) else 8
             yield plan_forward(64, cols, traits, x=dtype, y=dtype, weight=dtype, vector=vector)
-            yield plan_forward(64, cols, traits, x=dtype, residual=dtype, residual_out=dtype, y=dtype, weight=dtype, vector=vector)
+            yield plan_forward(
+                64, cols, traits, x=dtype, residual=dtype, residual_out=dtype, y=dtype, weight=dtype, vector=vector
+            )
             yield from backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, weight=dtype, vector=vector)
-            yield from backward(64, cols, traits, x=dtype, dout=dtype, dx=dtype, dresidual_out=dtype, weight=dtype, vector=vector)
-    yield plan_forward(64, 1024, traits, x="bfloat16", y="float16", weight="float32", bias="float32", llama=True, offset_weight=True)
-    yield from backward(64, 128, traits, x="float32", dout="bfloat16", dx="bfloat16", dresidual="float32", weight="float32", heads=4, need_dbias=True)
+            yield from backward(
+                64, cols, traits, x=dtype, dout=dtype, dx=dtype, dresidual_out=dtype, weight=dtype, vector=vector
+            )
+    yield plan_forward(
+        64, 1024, traits, x="bfloat16", y="float16", weight="float32", bias="float32", llama=True, offset_weight=True
+    )
+    yield from backward(
+        64,
+        128,
+        traits,
+        x="float32",
+        dout="bfloat16",
+        dx="bfloat16",
+        dresidual="float32",
+        weight="float32",
+        heads=4,
+        need_dbias=True,
+    )
     yield from backward(64, 1024, traits, x="bfloat16", dout="bfloat16", dx=None, weight="bfloat16")
     for dtype in ("float16", "bfloat16", "float32"):
         yield plan_reduce(4096, traits, weight=dtype, compute="float32")
@@ -47,8 +65,10 @@ def test_every_program_compiles(arch):
 
 def test_a_fault_in_a_kernel_is_reported_at_its_line():
     plan = plan_forward(64, 1024, Traits("nvidia", "sm_90", 32, 132), x="float32", y="float32")
-    text = program(plan.kernel, plan.constants).text.replace("const Place at = place(rows, blocks);", "const Place at = plaice(rows, blocks);", 1)
-    line = next(i for i, l in enumerate(open_source("rmsnorm_fwd.hip"), 1) if "place(rows, blocks)" in l)
+    text = program(plan.kernel, plan.constants).text.replace(
+        "const Place at = place(rows, blocks);", "const Place at = plaice(rows, blocks);", 1
+    )
+    line = next(i for i, text in enumerate(open_source("rmsnorm_fwd.hip"), 1) if "place(rows, blocks)" in text)
     with pytest.raises(Exception, match=rf"rmsnorm_fwd\.hip\({line}\)"):
         compile_for("sm_90", text)
 

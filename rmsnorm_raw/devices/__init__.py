@@ -1,6 +1,8 @@
-"""One file for each way to run a program, all with the same calls:
+"""One file for each way to run a program. host and cupy have the same calls:
 
-traits(index) -> plan.Traits;  compile(program, index) -> kernel;  launch(kernel, blocks, arguments, …) runs it.
+traits(index) -> plan.Traits;  prepare(program, blocks, elements, index) -> launch(arguments, stream), compiled.
+
+hip and clang only compile: to AMD code objects, with hipRTC and with the clang of the ziglang package.
 """
 
 from __future__ import annotations
