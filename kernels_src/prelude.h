@@ -370,9 +370,12 @@ template <Dtype D>
 using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
 
 // Arithmetic hands on an operand's NaN or makes one of its own: where all operands are bf16, its lower half is zero.
+// What comes in as fp32 beside them (rstd) has to be made so.
+DEVICE real plain_nan(real value) { return value == value ? value : real(as_float(0x7fc00000)); }
 CONSTEXPR bool no_other_than_bf16(Dtype d) { return d == BF16 || d == NONE; }
 constexpr bool ONLY_BF16 = no_other_than_bf16(X) && no_other_than_bf16(RESIDUAL) && no_other_than_bf16(WEIGHT) &&
-                           no_other_than_bf16(BIAS) && no_other_than_bf16(DOUT) && no_other_than_bf16(DRESIDUAL_OUT);
+                           no_other_than_bf16(BIAS) && no_other_than_bf16(DOUT) && no_other_than_bf16(DRESIDUAL_OUT) &&
+                           !OFFSET_WEIGHT;
 
 // PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
 template <Dtype D>
@@ -397,7 +400,7 @@ DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
         UNROLL for (int i = 0; i < PACK; i += COUNT) {
             copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], reinterpret_cast<const cell<D>*>(row + col + i));
         }
-    } else if (COUNT >= CELL && (WHOLE_PACKS || col >= cols)) {
+    } else if (COUNT >= CELL && (WHOLE_PACKS || COLS == 0 || col >= cols)) {  // COLS 0: rows of padded partials
         UNROLL for (int i = 0; i < PACK / CELL; ++i) pack.at[i] = 0;
     } else {
         const auto get = [&](int i) LAMBDA { return col + i < cols ? row[col + i] : element<D>(0); };

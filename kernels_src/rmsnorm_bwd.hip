@@ -96,7 +96,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     const auto load_row_input = [&](int64 i) LAMBDA {
         const int64 row = at.row(i + at.row_in_block);
         const bool there = i + at.row_in_block < at.end;
-        return RowInput{there ? rstd[row] : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
+        return RowInput{there ? plain_nan(rstd[row]) : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
     };
     RowInput of_row, of_next;
     // g, x̂ and dout of one pack of this row.

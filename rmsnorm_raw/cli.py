@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import environment, ops, reference
+from . import bench, compile_command, environment, ops, reference
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument("--check", action="store_true", help="exit with status 1 if no device works at all")
     info.set_defaults(run=_info)
+    bench.add_command(commands)
+    compile_command.add_commands(commands)
     return parser
 
 

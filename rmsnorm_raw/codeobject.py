@@ -96,6 +96,15 @@ def sections(code: bytes) -> tuple[Section, ...]:
     return tuple(found)
 
 
+AMD, NVIDIA = 224, 190  # ELF's numbers of machines
+
+
+def machine(code: bytes) -> int:
+    """Whose code it is: AMD or NVIDIA."""
+    (number,) = struct.unpack_from("<H", code, 18)
+    return number
+
+
 def _note(code: bytes) -> dict[str, Any]:
     SHT_NOTE, NT_AMDGPU_METADATA = 7, 32
     for section in sections(code):
@@ -159,15 +168,21 @@ class _Msgpack:
         return {self.value(): self.value() for _ in range(count)}
 
 
-def read_cubin(code: bytes, kernel: str) -> tuple[int, int]:
-    """(registers of a thread, static shared bytes of a block) of an NVIDIA cubin, from its section headers."""
-    registers = shared = 0
+def read_cubin(code: bytes, kernel: str) -> tuple[int, int, int]:
+    """(registers of a thread, its stack's bytes, a block's static shared bytes) of an NVIDIA cubin with one kernel.
+    Since sm_90 the shared bytes include 1024 of the system's own."""
+    REGISTERS, STACK, WITH_SIZE = 0x2F, 0x12, 4
+    found, shared = {}, 0
     for section in sections(code):
-        if section.name == f".text.{kernel}":
-            registers = section.info >> 24
         if section.name == f".nv.shared.{kernel}":
             shared = section.size
-    return registers, shared
+        at = section.offset
+        while section.name == ".nv.info" and at < section.offset + section.size:
+            form, attribute, size = struct.unpack_from("<BBH", code, at)
+            if form == WITH_SIZE and size == 8:
+                found[attribute] = struct.unpack_from("<I", code, at + 8)[0]
+            at += 4 + (size if form == WITH_SIZE else 0)
+    return found.get(REGISTERS, 0), found.get(STACK, 0), shared
 
 
 # ------------------------------------------------------------------------------------------------ what a card holds
@@ -188,13 +203,22 @@ class Unit:
         """Waves that a SIMD holds at once."""
         return min(self.waves, self.vgprs // (-(-max(vgprs, 1) // self.granule) * self.granule))
 
+    def waves_at_once(self, vgprs: int, lds_bytes: int, waves_per_block: int) -> float:
+        """Waves on a SIMD, in whole blocks, that fit by registers, LDS and the number of blocks."""
+        blocks = self.waves_by_vgprs(vgprs) * self.simds // waves_per_block
+        if lds_bytes:
+            blocks = min(blocks, self.lds_bytes // lds_bytes)
+        if waves_per_block > 1:
+            blocks = min(blocks, self.blocks)
+        return blocks * waves_per_block / self.simds
+
     def vgprs_for(self, waves: int) -> int:
         """The most VGPRs with which a SIMD holds so many waves; an instruction can name 256 (512 with AGPRs)."""
         return self.vgprs // waves // self.granule * self.granule
 
 
 def unit_of(arch: str) -> Unit:
-    """By architecture, in its usual wave (64 on GFX9, else 32). LLVM's AMDGPUUsage and GCNSubtarget have the numbers."""
+    """By architecture, in its usual wave (64 on GFX9, else 32). The numbers are LLVM's."""
     name = arch.partition(":")[0]
     if name in ("gfx90a", "gfx942"):
         return Unit(vgprs=512, granule=8, waves=8, blocks=16, lds_bytes=64 << 10)
@@ -222,7 +246,8 @@ _WIDTHS = (
     (4, r"(dword|b32)$"),
 )
 _MODIFIED = re.compile(r"\b(glc|slc|dlc|sc0|sc1|scope:SCOPE_(SE|DEV|SYS))\b")
-_FMA = re.compile(r"v_(dual_)?(fma|fmac|fmaak|fmamk|mad|mac|fma_mix)\w*_f(32|64)\b")
+# Not v_mad and v_mac, which round the product: a multiplication and an addition in one instruction.
+_FMA = re.compile(r"v_(dual_)?(fma|fmac|fmaak|fmamk|fma_mix)\w*_f(32|64)\b")
 
 
 @dataclass(frozen=True)
@@ -305,6 +330,36 @@ class Instruction:
         if self.name == "s_wait_loadcnt_dscnt":
             return int(self.operands, 0) >> 8
         return None
+
+
+def as_listing(disassembly: str, kernel: str) -> str:
+    """llvm-objdump's text as clang's -S would put it: labels instead of addresses."""
+    body = re.search(rf"<{kernel}>:\n(.*?)(?=^\S|\Z)", disassembly, re.M | re.S)
+    if body is None:
+        raise ValueError(f"the disassembly has no {kernel}")
+    lines, targets = [], set()
+    for line in body.group(1).splitlines():
+        code, _, comment = line.partition("//")
+        address = re.match(r"\s*([0-9A-Fa-f]+):", comment)
+        target = re.search(rf"<{kernel}\+0x([0-9a-f]+)>", comment)
+        if code.strip() and address:
+            lines.append((int(address[1], 16), code.strip(), int(target[1], 16) if target else None))
+            targets |= {lines[-1][2]}
+    start = lines[0][0] if lines else 0
+    text = [f"{kernel}:"]
+    for address, code, target in lines:
+        if address - start in targets:
+            text.append(f".L{address - start}:")
+        text.append(f"\t{code.split()[0]} .L{target}" if target is not None else f"\t{code}")
+    return "\n".join(text) + "\n"
+
+
+def _scalars(operand: str) -> tuple[int, ...]:
+    """The scalar registers of an operand: s5 or s[4:7]."""
+    found = re.fullmatch(r"s(\d+)|s\[(\d+):(\d+)\]", operand)
+    if found is None:
+        return ()
+    return (int(found[1]),) if found[1] else tuple(range(int(found[2]), int(found[3]) + 1))
 
 
 class Listing:
@@ -391,9 +446,8 @@ class Listing:
     @cached_property
     def main_loop(self) -> list[Instruction]:
         """The loop that moves most bytes; empty if none does."""
-        moved = [(sum(i.bytes for i in loop if i.is_load or i.is_store), -n) for n, loop in enumerate(self.loops)]
-        most, which = max(moved, default=(0, 0))
-        return self.loops[-which] if most else []
+        moved = [sum(i.bytes for i in loop if i.is_load or i.is_store) for loop in self.loops]
+        return self.loops[moved.index(max(moved))] if any(moved) else []
 
     # ---- questions
 
@@ -426,14 +480,19 @@ class Listing:
         first += 2 * self.directives.get("user_sgpr_dispatch_ptr", 0) + 2 * self.directives.get(
             "user_sgpr_queue_ptr", 0
         )
-        pointers = {f"s[{first}:{first + 1}]"}
+        pointers = {(first, first + 1)}
         found = []
         for one in self:
             operands = [part.strip() for part in one.operands.split(",")]
-            if one.name == "s_mov_b64" and operands[1] in pointers:
-                pointers.add(operands[0])
-            elif re.match(r"s_(buffer_)?load_", one.name) and operands[1] not in pointers:
-                found.append(one)
+            written = _scalars(operands[0])
+            if re.match(r"s_(buffer_)?load_", one.name):
+                if _scalars(operands[1]) not in pointers:
+                    found.append(one)
+            elif one.name == "s_mov_b64" and _scalars(operands[1]) in pointers:
+                pointers = {pair for pair in pointers if not set(pair) & set(written)} | {written}
+                continue
+            if one.name.startswith("s_") and not one.name.startswith(("s_cmp", "s_cbranch", "s_bitcmp")):
+                pointers = {pair for pair in pointers if not set(pair) & set(written)}
         return found
 
     def polling(self) -> list[Instruction]:
@@ -441,14 +500,42 @@ class Listing:
         return [i for loop in self.loops for i in loop if i.is_coherent or i.is_atomic or i.name == "s_sleep"]
 
     def loads_in_flight(self) -> list[int]:
-        """For each barrier of the main loop (of the whole kernel without one), the loads under way there, in the order
-        of the text: the row's next loads, where they are early enough."""
-        body = self.main_loop if any(i.is_barrier for i in self.main_loop) else self.instructions
-        under_way: list[bool] = []  # in order; True for a load. GFX9 counts stores too, later ones apart.
+        """For each barrier of the main loop (of the whole kernel without one) the loads under way there, when waves do
+        all the work that the code can ask of them and the loop has come round once."""
+        pairs = zip(self._loops, self.loops, strict=True)
+        loop = next((where for where, body in pairs if body is self.main_loop), None)
+        if loop is None or not any(self.instructions[i].is_barrier for i in loop):
+            return self._in_flight([self.instructions[i] for i in self._busy_path(0, None)])
+        entries = {after for i in range(len(self.instructions)) if i not in loop for after in self._after(i)}
+        start = next((i for i in sorted(loop) if i in entries), min(loop))
+        path = [self.instructions[i] for i in self._busy_path(start, loop)]
+        found = self._in_flight(path + path)
+        return found[len(found) // 2 :]
+
+    def loads_before_waiting(self) -> int:
+        """Loads that a wave has under way when it waits for the first of them."""
+        body = [self.instructions[i] for i in self._busy_path(0, None)]
+        first = next((i for i, one in enumerate(body) if one.is_load), 0)
+        waits = (i for i, one in enumerate(body) if i > first and one.loads_left() is not None)
+        return sum(one.is_load for one in body[: next(waits, len(body))])
+
+    def _busy_path(self, start: int, inside: set[int] | None) -> list[int]:
+        """From `start`, never skipping what a branch may skip, until control has been there before."""
+        path, seen, i = [], set(), start
+        while i not in seen:
+            path.append(i)
+            seen.add(i)
+            following = [after for after in self._after(i) if inside is None or after in inside]
+            if not following:
+                break
+            i = next((after for after in following if after not in seen), following[0])
+        return path
+
+    def _in_flight(self, path: list[Instruction]) -> list[int]:
+        under_way: list[bool] = []  # in order; True for a load. GFX9 counts stores too, later cards apart.
         found = []
-        for one in body:
-            counts_stores = self._is_gfx9
-            if one.is_load or (one.is_store and counts_stores):
+        for one in path:
+            if one.is_load or (one.is_store and self._is_gfx9):
                 under_way.append(one.is_load)
             left = one.loads_left()
             if left is not None and left < len(under_way):

@@ -165,7 +165,7 @@ def check_rocm_libraries(distributions: Sequence[str], load: Callable[[str], Any
 
 
 def check_hipcc(distributions: Sequence[str], path: str | None) -> list[Finding]:
-    """CuPy on ROCm runs hipcc before each compilation, even of hipRTC; this package's own road by hip-python does not."""
+    """CuPy on ROCm runs hipcc before each compilation, even of hipRTC; this package by hip-python does not."""
     if path or "hip-python" in distributions or not any("rocm" in name or name == "amd-cupy" for name in distributions):
         return []
     remedy = "install ROCm's HIP compiler; where it is installed: export PATH=/opt/rocm/bin:$PATH"

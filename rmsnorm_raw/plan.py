@@ -276,7 +276,7 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
     # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
     # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.
     if packs > 16 and traits.vendor == "amd":
-        kept, batch, blocks_per_unit = 4, 4, 1  # eight of each take 256 registers and spill with clang 20
+        kept, batch, blocks_per_unit = (8 if pack == 4 else 4), 4, 1  # other choices take up to 256 registers
     elif threads == 512:
         kept = min(packs, 8) if fused or packs > 8 else 2
         batch = 4 if kept == 8 else 2
@@ -318,7 +318,7 @@ def plan_backward(
     """
     pack = elements_per_pack(x, traits)
     on_host = traits.vendor == "host"
-    sums = need_dweight or need_dbias
+    sums = need_dweight + need_dbias
     shape = _on_host(cols, pack) if on_host else _backward_on_gpu(cols, pack, traits, sums, dresidual_out is not None)
     tiles = shape.get("tiles", 1)
     common = Constants(
@@ -346,7 +346,7 @@ def plan_backward(
     threads = common.threads_per_row * common.rows_per_block
     blocks = _limit_grid(groups * tiles, threads, heads * tiles)
     two_launches = tiles > 1 and dx is not None
-    direct = sums and not on_host and blocks == heads * tiles
+    direct = sums > 0 and not on_host and blocks == heads * tiles
     constants = replace(
         common,
         dresidual_out=dresidual_out,
@@ -367,7 +367,7 @@ def plan_backward(
     )
 
 
-def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bool) -> dict:
+def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: int, added: bool) -> dict:
     # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two
     # up to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 435; in two launches 624).
     row_packs = _ceil(cols, pack)
@@ -386,7 +386,7 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bo
     # Two packs with everything in registers take about 122 of them, 145 with a second gradient.
     if traits.vendor == "amd":
         # One pack takes 86, with a second gradient 96. Two take 149, so that 768 threads fit; if unpacked again 103.
-        tight = packs == 2 and block >= (513 if added else 512)
+        tight = packs == 2 and block >= (513 if added and tiles == 1 else 512)
         resident = 1024 if tight or (packs == 1 and added) else 1280 if packs == 1 else 768
         blocks_per_unit = max(1, resident // block)
     else:
@@ -404,7 +404,7 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: bool, added: bo
         "kept": packs,
         "interleaved": True,
         "prefetch": (packs <= 2 and not (tight and added)) or not sums,
-        "unpack_again": packs > 2 or tight,
+        "unpack_again": packs > 2 or tight or (traits.vendor == "amd" and added and sums == 2),
         "early_weight": packs <= 2,
         "tiles": tiles,
     }

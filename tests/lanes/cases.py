@@ -17,7 +17,7 @@ from rmsnorm_raw import reference
 from . import DEVICES, is_poison, poisoned
 from .device import Device
 
-# 3001 columns take a number of waves that is no power of two; the long rows do not fit in registers, the longer ones by
+# 3001 columns take a number of waves that is no power of two; long rows do not fit in registers, longer ones by
 # far not. Rows start at multiples of 16 bytes ("half": of 8), with a gap between them; "tight" rows follow each other,
 # and all arrays lie one element off, so that only single elements may be accessed.
 SHAPES = {"40": 40, "256": 256, "256-half": 256, "3001": 3001, "769-tight": 769, "long": 17000, "longer": 40008}
