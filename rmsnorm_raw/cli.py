@@ -111,7 +111,7 @@ def print_survey(found: environment.Survey, console: Console) -> None:
 
     facts = Table.grid(padding=(0, 2))
     for label, value in found.facts:
-        facts.add_row(Text(label, style="bold"), Text(value))
+        facts.add_row(Text(label, style="bold"), Text(value, overflow="fold"))  # paths whole, to be copied
     facts.add_row(Text("works", style="bold"), Text(", ".join(found.working) or "nothing"))
     console.print(facts)
     console.print()
