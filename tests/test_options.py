@@ -679,8 +679,11 @@ def test_workspace_bytes_suffice(backend, fused, dtype, per_head):
             if right is not None:
                 assert_bits(backend.get(actual), backend.get(right))
         assert np.all(backend.get(base)[size:] == 0xFF), "bytes behind the workspace were written"
-    assert len(sizes) == 2, "one sum or two"
-    assert max(sizes) == 2 * min(sizes)
+    if max(sizes) == 0:
+        assert backend.name != "numpy", "only a GPU's lone block writes the sums itself"
+    else:
+        assert len(sizes) == 2, "one sum or two"
+        assert max(sizes) == 2 * min(sizes)
 
 
 def test_no_workspace_is_needed_without_sums(backend):
