@@ -26,7 +26,6 @@ class Checked:
     make_scratch: Callable[[], Any] | None
     steps: tuple[tuple[Callable[[tuple, int], None], Arguments], ...]
     stream: Callable[[], int]
-    default_eps: float = 0.0
     spans: tuple[tuple[int, int] | None, ...] = ()  # bytes before and behind each operand's pointer
     in_place: tuple[tuple[int, int], ...] = ()  # (result, operand) that may lie on one another exactly
 

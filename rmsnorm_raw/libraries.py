@@ -83,9 +83,6 @@ class NumpyLibrary:
     def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
         return partial(np.empty, shape, _numpy_dtype(dtype))
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
-        return np.empty(shape, _numpy_dtype(dtype))
-
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         return np.zeros(shape, _numpy_dtype(dtype))
 
@@ -145,12 +142,6 @@ class CupyLibrary:
                 return empty(shape, kind)
 
         return make
-
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
-        import cupy
-
-        with cupy.cuda.Device(like.device.index):
-            return cupy.empty(shape, _numpy_dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         import cupy
@@ -230,11 +221,6 @@ class TorchLibrary:
         where = torch.device(self._device(device))
         return partial(torch.empty, shape, dtype=getattr(torch, dtype), device=where)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
-        import torch
-
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device(like.device))
-
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         import torch
 
@@ -291,9 +277,6 @@ class ExchangeLibrary:
         array = library_of(inner, name).view(inner, name)
         array.library = self
         return array
-
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
-        return self._inner(like.device).empty(shape, dtype, like)
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
         return self._inner(like.device).zeros(shape, dtype, like)
