@@ -200,7 +200,7 @@ def _by_hiprtc(text: str, arch: str) -> tuple[bytes | None, str]:
 
 def _by_nvrtc(text: str, arch: str) -> Made:
     try:
-        from cuda.core import Program, ProgramOptions
+        from cuda.core import Program, ProgramOptions  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         raise RuntimeError(
             f"compiling for {arch} takes NVRTC through cuda-core ({error}): "
