@@ -66,18 +66,18 @@ DEVICE void forget(T&, unsigned) {}
 // The lane that a DPP control names for this lane, -1 outside of its row (of 16) or of the wave.
 DEVICE int dpp_source(int control) {
     const int lane = lanes_lane, row = lane & ~15, in_row = lane & 15, count = control & 15;
-    if (control <= 0xff) return (lane & ~3) | (control >> 2 * (lane & 3) & 3);                     // quad_perm
-    if (control > 0x100 && control <= 0x10f) return in_row + count < 16 ? lane + count : -1;       // row_shl
-    if (control > 0x110 && control <= 0x11f) return in_row >= count ? lane - count : -1;           // row_shr
-    if (control > 0x120 && control <= 0x12f) return row | ((in_row - count) & 15);                 // row_ror
-    if (control == 0x140) return row | (15 - in_row);                                              // row_mirror
-    if (control == 0x141) return lane ^ 7;                                                         // row_half_mirror
+    if (control <= 0xff) return (lane & ~3) | (control >> 2 * (lane & 3) & 3);                // quad_perm
+    if (control > 0x100 && control <= 0x10f) return in_row + count < 16 ? lane + count : -1;  // row_shl
+    if (control > 0x110 && control <= 0x11f) return in_row >= count ? lane - count : -1;      // row_shr
+    if (control > 0x120 && control <= 0x12f) return row | ((in_row - count) & 15);            // row_ror
+    if (control == 0x140) return row | (15 - in_row);                                         // row_mirror
+    if (control == 0x141) return lane ^ 7;                                                    // row_half_mirror
 #if defined(__GFX9__)
-    if (control == 0x142) return row ? row - 1 : -1;                                               // row_bcast:15
-    if (control == 0x143) return lane >= 32 ? 31 : -1;                                             // row_bcast:31
+    if (control == 0x142) return row ? row - 1 : -1;    // row_bcast:15
+    if (control == 0x143) return lane >= 32 ? 31 : -1;  // row_bcast:31
 #else
-    if (control >= 0x150 && control <= 0x15f) return row | count;                                  // row_share
-    if (control >= 0x160 && control <= 0x16f) return row | (in_row ^ count);                       // row_xmask
+    if (control >= 0x150 && control <= 0x15f) return row | count;             // row_share
+    if (control >= 0x160 && control <= 0x16f) return row | (in_row ^ count);  // row_xmask
 #endif
     lanes_refuse("a DPP control that this device does not have, or lanes.h has not");
     return -1;
@@ -125,9 +125,9 @@ template <class... All>
 static void call(void (*kernel)(All...), Arguments arguments) {
     Call<All...>{kernel, arguments.take<All>()...};  // braces: taken from left to right
 }
-#define ENTRY(kernel)                                                                                                  \
-    extern "C" {                                                                                                       \
-    extern const int lanes_threads = THREADS, lanes_wave = WAVE;                                                       \
-    extern const unsigned short lanes_poison = COMPUTE == F64 ? 0x7ff4 : 0x7fa0; /* repeated: a signalling NaN */      \
-    void lanes_kernel(const char* arguments) { call(kernel, {arguments, 0}); }                                         \
+#define ENTRY(kernel)                                                                                             \
+    extern "C" {                                                                                                  \
+    extern const int lanes_threads = THREADS, lanes_wave = WAVE;                                                  \
+    extern const unsigned short lanes_poison = COMPUTE == F64 ? 0x7ff4 : 0x7fa0; /* repeated: a signalling NaN */ \
+    void lanes_kernel(const char* arguments) { call(kernel, {arguments, 0}); }                                    \
     }

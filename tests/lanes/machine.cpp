@@ -239,8 +239,7 @@ static char* make_stacks() {  // a page without access below each
     const size_t size = lanes_threads * (PAGE + STACK);
     char* stacks =
         static_cast<char*>(mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    for (int i = 0; i < lanes_threads; ++i)
-        mprotect(stacks + i * (PAGE + STACK) + PAGE, STACK, PROT_READ | PROT_WRITE);
+    for (int i = 0; i < lanes_threads; ++i) mprotect(stacks + i * (PAGE + STACK) + PAGE, STACK, PROT_READ | PROT_WRITE);
     return stacks;
 }
 
@@ -266,8 +265,7 @@ static void allocate(Buffer& buffer) {
     memset(start, GUARD, buffer.offset);
 #else
     const size_t body = (buffer.size + 16 + PAGE - 1) / PAGE * PAGE;
-    char* pages =
-        static_cast<char*>(mmap(nullptr, body + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    char* pages = static_cast<char*>(mmap(nullptr, body + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     buffer.zone = pages + PAGE;
     buffer.zone_end = buffer.zone + body;
     mprotect(buffer.zone, body, PROT_READ | PROT_WRITE);
