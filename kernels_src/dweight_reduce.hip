@@ -11,7 +11,7 @@ KERNEL dweight_reduce(const real* partials, element<WEIGHT>* dweight, int64 part
     const int tile_col = block_index() % tiles * (THREADS_PER_ROW * PACK);
     const int padded = (cols + PACK - 1) / PACK * PACK;
 
-    real sums[PACK] = {};
+    wide sums[WIDES] = {};
     for (int64 k = group; k < partials_rows; k += ROWS_PER_BLOCK * BATCH) {
         Pack<COMPUTE> rows[BATCH];
         UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -21,16 +21,16 @@ KERNEL dweight_reduce(const real* partials, element<WEIGHT>* dweight, int64 part
             rows[b] = load<COMPUTE>(from, tile_col + thread * PACK, row < partials_rows ? padded : 0);
         }
         UNROLL for (int b = 0; b < BATCH; ++b) {
-            real values[PACK];
+            wide values[WIDES];
             unpack<COMPUTE>(rows[b], values);
-            UNROLL for (int i = 0; i < PACK; ++i) sums[i] += values[i];
+            UNROLL for (int i = 0; i < WIDES; ++i) sums[i] += values[i];
         }
     }
     if constexpr (ROWS_PER_BLOCK == 1) {
         store<WEIGHT, 1>(dweight + int64(head) * cols, tile_col + thread * PACK, cols, packed<WEIGHT>(sums));
     } else {
         SHARED real groups[ROWS_PER_BLOCK][THREADS_PER_ROW * PACK];
-        UNROLL for (int i = 0; i < PACK; ++i) groups[group][thread * PACK + i] = sums[i];
+        UNROLL for (int i = 0; i < WIDES; ++i) reinterpret_cast<wide*>(groups[group])[thread * WIDES + i] = sums[i];
         sync();
         for (int col = thread_index(); col < THREADS_PER_ROW * PACK; col += THREADS) {
             real total = 0;

@@ -43,6 +43,9 @@ DEVICE double inverse_sqrt(double v) { return 1.0 / sqrt(v); }
 DEVICE void forget(uint32& v, uint32 zero) { v ^= zero; }
 DEVICE void forget(float& v, uint32 zero) { v = __uint_as_float(__float_as_uint(v) ^ zero); }
 DEVICE void forget(double&, uint32) {}
+DEVICE int uniform(int v) { return v; }
+template <class T>
+DEVICE void settle(T&) {}
 
 DEVICE float widen_f16(uint16 bits) {
     float v;
@@ -89,21 +92,37 @@ DEVICE uint32 narrow_bf16(float low, float high) {
 
 DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
-// The bare barrier instruction leaves LDS writes unwaited: it needs both fences.
+// For what goes through LDS, and no more: the bare barrier leaves LDS writes under way, and a workgroup fence waits for
+// global memory too where a block may run on two CUs (RDNA), so for the next row's loads.
 DEVICE void sync() {
-    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+#if defined(__GFX12__)
+    asm volatile("s_wait_dscnt 0x0" ::: "memory");
+#else
+    asm volatile("s_waitcnt lgkmcnt(0)" ::: "memory");
+#endif
     __builtin_amdgcn_s_barrier();
-    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+    asm volatile("" ::: "memory");
 }
 DEVICE float as_float(uint32 bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32 as_bits(float value) { return __builtin_bit_cast(uint32, value); }
 DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
+#if __has_builtin(__builtin_elementwise_fma)
+#define HAS_VECTOR_FMA
+#endif
 DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
 DEVICE void forget(T& v, uint32) {
     asm volatile("" : "+v"(v));
+}
+// The same value in all lanes of the wave, so that what follows from it is scalar.
+DEVICE int uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
+// Here, and no sooner, a load is waited for. A value that a loop hands on would be waited for at the loop's head, and
+// with it the stores since; one that no turn changes before the loop, and so before the loads of the row.
+template <class T>
+DEVICE void settle(T& v) {
+    asm volatile("" : "+v"(v)::"memory");
 }
 
 DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits); }
@@ -161,6 +180,10 @@ DEVICE float inverse_sqrt(float v) { return 1.0f / __builtin_sqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
 DEVICE void forget(T&, uint32) {}
+DEVICE int uniform(int v) { return v; }
+template <class T>
+DEVICE void settle(T&) {}
+constexpr int QUICK_SUM = 1;
 template <int WIDTH, class T>
 DEVICE T wave_sum(T v) {
     return v;
@@ -221,6 +244,8 @@ static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned l
 // The sum over a wave; on the machine of fibres it is the text of the device that it stands for.
 #if defined(__CUDACC__) || defined(LANES_NVIDIA)
 
+constexpr int QUICK_SUM = WAVE;  // lanes whose sum is cheap
+
 // The sum over groups of WIDTH neighbouring lanes, in every lane. Adding is commutative, so a butterfly gives all
 // lanes the same bits.
 template <int WIDTH, class T>
@@ -230,6 +255,17 @@ DEVICE T wave_sum(T v) {
 }
 
 #elif defined(__HIP_DEVICE_COMPILE__) || defined(LANES_AMD)
+
+// Two floats for the packed instructions of CDNA.
+#define HAS_PAIRS
+typedef float pair __attribute__((vector_size(8)));
+DEVICE pair madd(pair a, pair b, pair c) {
+#if defined(HAS_VECTOR_FMA)
+    return __builtin_elementwise_fma(a, b, c);
+#else
+    return pair{madd(a[0], b[0], c[0]), madd(a[1], b[1], c[1])};
+#endif
+}
 
 // A 32-bit value moved between lanes; a double moves as two halves.
 template <class Move>
@@ -264,6 +300,7 @@ struct FromLane {
 
 // The sum over groups of WIDTH neighbouring lanes, in every lane. The mirrors pair other lanes than an xor would, but
 // after the smaller steps all lanes of a group are equal.
+constexpr int QUICK_SUM = 16;  // lanes whose sum is cheap: those that DPP reaches
 template <int WIDTH, class T>
 DEVICE T wave_sum(T v) {
     if constexpr (WIDTH > 1) v += moved(v, Dpp<0xb1>());   // quad_perm [1,0,3,2]
@@ -318,6 +355,20 @@ struct Select<false, A, B> {
 // What is computed and accumulated in: float, or double for float64 operands.
 typedef Select<COMPUTE == F64, double, float>::type real;
 
+// What arithmetic takes at a time: two floats where the card has instructions for two, else one value.
+#if defined(HAS_PAIRS)
+typedef Select<COMPUTE == F64, double, pair>::type wide;
+#else
+typedef real wide;
+#endif
+constexpr int WIDE = sizeof(wide) / sizeof(real);
+constexpr int WIDES = PACK / WIDE;  // of a pack
+DEVICE wide spread(real v) {
+    wide all;
+    UNROLL for (int i = 0; i < WIDE; ++i) reinterpret_cast<real*>(&all)[i] = v;
+    return all;
+}
+
 // How an element lies in memory; NONE (an absent operand) only has to compile.
 template <Dtype D>
 struct Element {
@@ -354,10 +405,12 @@ DEVICE element<D> narrow(real value) {
     if constexpr (D == BF16) return narrow_bf16(value, value);
     return value;
 }
-// A rounding step of its own: the value that D would keep.
+// A rounding step of its own: the values that D would keep.
 template <Dtype D>
-DEVICE real rounded(real value) {
-    return widen<D>(narrow<D>(value));
+DEVICE wide rounded(wide values) {
+    real* const each = reinterpret_cast<real*>(&values);
+    UNROLL for (int i = 0; i < WIDE; ++i) each[i] = widen<D>(narrow<D>(each[i]));
+    return values;
 }
 
 // ---------------------------------------------------------------------------------------------- packs
@@ -371,11 +424,14 @@ using cell = typename Select<PER_CELL<D> == 2, uint32, element<D>>::type;
 
 // Arithmetic hands on an operand's NaN or makes one of its own: where all operands are bf16, its lower half is zero.
 // What comes in as fp32 beside them (rstd) has to be made so.
-DEVICE real plain_nan(real value) { return value == value ? value : real(as_float(0x7fc00000)); }
 CONSTEXPR bool no_other_than_bf16(Dtype d) { return d == BF16 || d == NONE; }
 constexpr bool ONLY_BF16 = no_other_than_bf16(X) && no_other_than_bf16(RESIDUAL) && no_other_than_bf16(WEIGHT) &&
                            no_other_than_bf16(BIAS) && no_other_than_bf16(DOUT) && no_other_than_bf16(DRESIDUAL_OUT) &&
                            !OFFSET_WEIGHT;
+constexpr bool ROUNDS_NUMBERS = ONLY_BF16 && !CONVERTS_BF16;
+DEVICE real plain_nan(real value) {
+    return !ROUNDS_NUMBERS || value == value ? value : real(as_float(0x7fc00000));
+}
 
 // PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
 template <Dtype D>
@@ -384,11 +440,18 @@ struct alignas(PACK * sizeof(element<D>) < 16 ? PACK * sizeof(element<D>) : 16) 
 };
 CONSTEXPR int smaller(int a, int b) { return a < b ? a : b; }
 
-// Whether every pack of every thread lies inside the row, so that nothing has to be asked.
-constexpr bool EXACT =
-    COLS == TILES * PACKS * THREADS_PER_ROW * PACK && (PACKS - KEPT) % BATCH == 0 && ROWS_PER_BLOCK == 1;
+// Whether every pack of every thread lies inside its row.
+constexpr bool EXACT = COLS == TILES * PACKS * THREADS_PER_ROW * PACK && (PACKS - KEPT) % BATCH == 0;
+CONSTEXPR bool inside(int col, int cols) { return EXACT ? cols > 0 : col + PACK <= cols; }
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
 constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
+
+// On AMD a scalar base and a 32-bit offset make an address by themselves; the compiler has to see that the latter is not
+// negative.
+template <class T>
+DEVICE T* past(T* row, int col) {
+    return (T*)((char*)row + uint32(col) * uint32(sizeof(T)));
+}
 
 // The pack at column `col` of a row of `cols`; zeros beyond its end. Accesses are of VECTOR_OF elements, 16 bytes at
 // most.
@@ -396,9 +459,9 @@ template <Dtype D, int VECTOR_OF = VECTOR>
 DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
     constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
     Pack<D> pack;
-    if (COUNT >= CELL && (EXACT || col + PACK <= cols)) {
+    if (COUNT >= CELL && inside(col, cols)) {
         UNROLL for (int i = 0; i < PACK; i += COUNT) {
-            copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], reinterpret_cast<const cell<D>*>(row + col + i));
+            copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], reinterpret_cast<const cell<D>*>(past(row, col) + i));
         }
     } else if (COUNT >= CELL && (WHOLE_PACKS || COLS == 0 || col >= cols)) {  // COLS 0: rows of padded partials
         UNROLL for (int i = 0; i < PACK / CELL; ++i) pack.at[i] = 0;
@@ -418,9 +481,9 @@ DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
 template <Dtype D, int VECTOR_OF = VECTOR>
 DEVICE void store(element<D>* row, int col, int cols, const Pack<D>& pack) {
     constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
-    if (COUNT >= CELL && (EXACT || col + PACK <= cols)) {
+    if (COUNT >= CELL && inside(col, cols)) {
         UNROLL for (int i = 0; i < PACK; i += COUNT) {
-            copy<(COUNT + CELL - 1) / CELL>(reinterpret_cast<cell<D>*>(row + col + i), &pack.at[i / CELL]);
+            copy<(COUNT + CELL - 1) / CELL>(reinterpret_cast<cell<D>*>(past(row, col) + i), &pack.at[i / CELL]);
         }
     } else if (COUNT < CELL || !WHOLE_PACKS) {
         UNROLL for (int i = 0; i < PACK; ++i) {
@@ -435,7 +498,8 @@ DEVICE void store(element<D>* row, int col, int cols, const Pack<D>& pack) {
 }
 
 template <Dtype D>
-DEVICE void unpack(const Pack<D>& pack, real* values) {
+DEVICE void unpack(const Pack<D>& pack, wide* to) {
+    real* const values = reinterpret_cast<real*>(to);
     UNROLL for (int i = 0; i < PACK; ++i) {
         if constexpr (PER_CELL<D> == 1) {
             values[i] = widen<D>(pack.at[i]);
@@ -447,14 +511,15 @@ DEVICE void unpack(const Pack<D>& pack, real* values) {
     }
 }
 template <Dtype D>
-DEVICE Pack<D> packed(const real* values) {
+DEVICE Pack<D> packed(const wide* from) {
+    const real* const values = reinterpret_cast<const real*>(from);
     Pack<D> pack;
     UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) {
         if constexpr (PER_CELL<D> == 1) {
             pack.at[i] = narrow<D>(values[i]);
         } else if constexpr (D == F16) {
             pack.at[i] = narrow_f16(values[2 * i], values[2 * i + 1]);
-        } else if constexpr (ONLY_BF16 && !CONVERTS_BF16) {  // without the test for NaN: half of the instructions
+        } else if constexpr (ROUNDS_NUMBERS) {  // without the test for NaN: half of the instructions
             pack.at[i] = upper_halves(bf16_of_number(values[2 * i]), bf16_of_number(values[2 * i + 1]));
         } else {
             pack.at[i] = narrow_bf16(values[2 * i], values[2 * i + 1]);
@@ -472,13 +537,18 @@ DEVICE void forget_values(Pack<D>& pack, uint32 zero) {
     UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) forget(pack.at[i], zero);
 }
 
+template <Dtype D>
+DEVICE void settle_pack(Pack<D>& pack) {
+    UNROLL for (int i = 0; i < PACK / PER_CELL<D>; ++i) settle(pack.at[i]);
+}
+
 // A pack as another dtype; the same one is left as it is.
 template <Dtype TO, Dtype FROM>
 DEVICE Pack<TO> converted(const Pack<FROM>& pack) {
     if constexpr (TO == FROM) {
         return pack;
     } else {
-        real values[PACK];
+        wide values[WIDES];
         unpack<FROM>(pack, values);
         return packed<TO>(values);
     }
@@ -493,13 +563,20 @@ struct Place {
     int64 group;  // blocks of one group share rows, not columns
     int64 first, step, end;
     DEVICE_MEMBER int64 row(int64 i) const { return HEADS == 1 ? i : i * HEADS + head; }
+    // The address form of past() is found inside one basic block only: here first_col is new to the compiler.
+    DEVICE_MEMBER void renew() { settle(first_col); }
     DEVICE_MEMBER int col(int pack) const { return first_col + pack * (THREADS_PER_ROW * PACK); }
     DEVICE_MEMBER bool is_first_thread() const { return first_col == 0; }
 };
 
+DEVICE int row_in_block() {
+    const int row = thread_index() / THREADS_PER_ROW;
+    return ROWS_PER_BLOCK == 1 ? 0 : THREADS_PER_ROW % WAVE == 0 ? uniform(row) : row;
+}
+
 DEVICE Place place(int64 rows, int blocks) {
     Place at;
-    at.row_in_block = thread_index() / THREADS_PER_ROW;
+    at.row_in_block = row_in_block();
     at.head = block_index() % HEADS;
     const int tile = block_index() / HEADS % TILES;
     at.first_col = (tile * PACKS * THREADS_PER_ROW + thread_index() % THREADS_PER_ROW) * PACK;
@@ -519,13 +596,16 @@ DEVICE Place place(int64 rows, int blocks) {
 }
 
 // Long sums keep LANES accumulators a thread, and are folded every SECTION packs.
-DEVICE real fold(const real* lanes) {
-    real part[LANES];
-    UNROLL for (int i = 0; i < LANES; ++i) part[i] = lanes[i];
-    UNROLL for (int half = LANES / 2; half > 0; half /= 2) {
+constexpr int ACCUMULATORS = LANES > WIDE ? LANES / WIDE : 1;
+DEVICE real fold(const wide* lanes) {
+    wide part[ACCUMULATORS];
+    UNROLL for (int i = 0; i < ACCUMULATORS; ++i) part[i] = lanes[i];
+    UNROLL for (int half = ACCUMULATORS / 2; half > 0; half /= 2) {
         UNROLL for (int i = 0; i < half; ++i) part[i] += part[i + half];
     }
-    return part[0];
+    real total = reinterpret_cast<const real*>(part)[0];
+    UNROLL for (int i = 1; i < WIDE; ++i) total += reinterpret_cast<const real*>(part)[i];
+    return total;
 }
 
 CONSTEXPR int power_of_two_from(int n, int power = 1) { return power >= n ? power : power_of_two_from(n, 2 * power); }
@@ -536,14 +616,16 @@ DEVICE real row_sum(real v, int turn) {
     if constexpr (WAVES_PER_ROW == 1) {
         return wave_sum<THREADS_PER_ROW>(v);
     } else {
-        constexpr int WIDTH = power_of_two_from(WAVES_PER_ROW);
-        SHARED real scratch[2][ROWS_PER_BLOCK][WAVES_PER_ROW];
+        // Of few waves the last sum takes in the rest of the wave's too.
+        constexpr int GROUP = WAVES_PER_ROW * WAVE <= QUICK_SUM * QUICK_SUM ? QUICK_SUM : WAVE;
+        constexpr int GROUPS = WAVES_PER_ROW * WAVE / GROUP, WIDTH = power_of_two_from(GROUPS);
+        SHARED real scratch[2][ROWS_PER_BLOCK][GROUPS];
         const int thread = thread_index() % THREADS_PER_ROW;
-        real* slots = scratch[turn & 1][thread_index() / THREADS_PER_ROW];
-        v = wave_sum<WAVE>(v);
-        if (thread % WAVE == 0) slots[thread / WAVE] = v;
+        real* slots = scratch[turn & 1][row_in_block()];
+        v = wave_sum<GROUP>(v);
+        if (thread % GROUP == 0) slots[thread / GROUP] = v;
         sync();
-        v = thread % WIDTH < WAVES_PER_ROW ? slots[thread % WIDTH] : real(0);
+        v = thread % WIDTH < GROUPS ? slots[thread % WIDTH] : real(0);
         return wave_sum<WIDTH>(v);
     }
 }

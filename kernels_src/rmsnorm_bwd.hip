@@ -17,6 +17,13 @@ struct Input {
     Pack<DOUT> dout;
     Pack<DRESIDUAL_OUT> dresidual_out;
 };
+DEVICE void settle_input(Input& in) {
+    settle_pack<X>(in.x);
+    settle_pack<DOUT>(in.dout);
+    if constexpr (DRESIDUAL_OUT != NONE) settle_pack<DRESIDUAL_OUT>(in.dresidual_out);
+}
+constexpr bool VALUES_KEPT = ROW_IN_REGISTERS && !UNPACK_AGAIN;
+constexpr bool ADDED_KEPT = VALUES_KEPT && PREFETCH && DRESIDUAL_OUT != NONE;
 constexpr bool SUM_HERE = MEAN_ONLY || (NEED_DX && !MEAN_GIVEN);
 // What is known of the whole row.
 struct RowInput {
@@ -25,18 +32,20 @@ struct RowInput {
 
 // The sum over the row groups of a block, in the first of them: halves added to halves, a fixed order.
 template <int ROWS>
-DEVICE void block_sum(real (*sums)[PACK]) {
+DEVICE void block_sum(wide (*sums)[WIDES]) {
     if constexpr (ROWS > 1) {
-        SHARED real upper[ROWS / 2][BATCH * PACK][THREADS_PER_ROW];
-        const int row = thread_index() / THREADS_PER_ROW, thread = thread_index() % THREADS_PER_ROW;
+        SHARED wide upper[ROWS / 2][BATCH * WIDES][THREADS_PER_ROW];
+        const int row = row_in_block(), thread = thread_index() % THREADS_PER_ROW;
         for (int half = ROWS / 2; half > 0; half /= 2) {
             sync();
             if (row >= half && row < 2 * half) {
-                UNROLL for (int k = 0; k < BATCH * PACK; ++k) upper[row - half][k][thread] = sums[k / PACK][k % PACK];
+                UNROLL for (int k = 0; k < BATCH * WIDES; ++k) {
+                    upper[row - half][k][thread] = sums[k / WIDES][k % WIDES];
+                }
             }
             sync();
             if (row < half) {
-                UNROLL for (int k = 0; k < BATCH * PACK; ++k) sums[k / PACK][k % PACK] += upper[row][k][thread];
+                UNROLL for (int k = 0; k < BATCH * WIDES; ++k) sums[k / WIDES][k % WIDES] += upper[row][k][thread];
             }
         }
     }
@@ -47,7 +56,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                    element<DRESIDUAL>* dresidual, real* dweight_partials, real* dbias_partials, int64 rows,
                    int64 x_pitch, int64 dout_pitch, int64 dresidual_out_pitch, int64 dx_pitch, int64 dresidual_pitch,
                    int64 partials_pitch, real weight_offset, int blocks) {
-    const Place at = place(rows, blocks);
+    Place at = place(rows, blocks);
     if constexpr (WEIGHT != NONE && HEADS > 1) weight += int64(at.head) * COLS;
 
     // Partials are padded to whole packs and aligned, whatever the operands are. DIRECT: they are dweight and dbias.
@@ -55,18 +64,18 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     const int64 slot = at.group * HEADS + at.head;
     real* const dweight_row = dweight_partials + slot * partials_pitch;
     real* const dbias_row = dbias_partials + slot * partials_pitch;
-    real dw[BATCH][PACK] = {}, db[BATCH][PACK] = {};
-    const auto read_sums = [&](const real* partials, int begin, real(*sums)[PACK]) LAMBDA {
+    wide dw[BATCH][WIDES] = {}, db[BATCH][WIDES] = {};
+    const auto read_sums = [&](const real* partials, int begin, wide(*sums)[WIDES]) LAMBDA {
         UNROLL for (int p = 0; p < BATCH; ++p) {
             unpack<COMPUTE>(load<COMPUTE, PACK>(partials, at.col(begin + p), padded), sums[p]);
         }
     };
-    const auto write_sums = [&](real* partials, int begin, const real(*sums)[PACK]) LAMBDA {
+    const auto write_sums = [&](real* partials, int begin, const wide(*sums)[WIDES]) LAMBDA {
         UNROLL for (int p = 0; p < BATCH; ++p) {
             store<COMPUTE, PACK>(partials, at.col(begin + p), padded, packed<COMPUTE>(sums[p]));
         }
     };
-    const auto write_results = [&](real* results, const real(*sums)[PACK]) LAMBDA {
+    const auto write_results = [&](real* results, const wide(*sums)[WIDES]) LAMBDA {
         element<DWEIGHT>* const row = reinterpret_cast<element<DWEIGHT>*>(results) + int64(at.head) * COLS;
         UNROLL for (int p = 0; p < BATCH; ++p) store<DWEIGHT, 1>(row, at.col(p), COLS, packed<DWEIGHT>(sums[p]));
     };
@@ -96,17 +105,18 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     const auto load_row_input = [&](int64 i) LAMBDA {
         const int64 row = at.row(i + at.row_in_block);
         const bool there = i + at.row_in_block < at.end;
-        return RowInput{there ? plain_nan(rstd[row]) : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
+        return RowInput{there ? rstd[row] : real(0), MEAN_GIVEN && there ? means[row] : real(0)};
     };
     RowInput of_row, of_next;
-    // g, x̂ and dout of one pack of this row.
-    const auto gradients = [&](const Input& in, const Pack<WEIGHT>& w, real* g, real* normed, real* d) LAMBDA {
-        real factor[PACK];
+    const auto values_of = [&](const Input& in, wide* normed, wide* d) LAMBDA {
         unpack<X>(in.x, normed);
         unpack<DOUT>(in.dout, d);
-        UNROLL for (int k = 0; k < PACK; ++k) normed[k] *= of_row.rstd;
+        UNROLL for (int k = 0; k < WIDES; ++k) normed[k] *= of_row.rstd;
+    };
+    const auto gradient = [&](const Pack<WEIGHT>& w, const wide* d, wide* g) LAMBDA {
+        wide factor[WIDES];
         if constexpr (WEIGHT != NONE) unpack<WEIGHT>(w, factor);
-        UNROLL for (int k = 0; k < PACK; ++k) {
+        UNROLL for (int k = 0; k < WIDES; ++k) {
             if constexpr (OFFSET_WEIGHT) factor[k] += weight_offset;
             g[k] = WEIGHT != NONE ? d[k] * factor[k] : d[k];
         }
@@ -114,52 +124,67 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
 
     Input in[BATCH], next[PREFETCH ? BATCH : 1];
     Pack<WEIGHT> w[BATCH];
+    wide normed[BATCH][WIDES], d[BATCH][WIDES], added[BATCH][WIDES];
+    const auto load_next = [&](int64 i) LAMBDA {
+        if (PREFETCH && i < at.end) {
+            at.renew();
+            of_next = load_row_input(i);
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                load_pack(i, p, next[p]);
+                load_added(i, p, next[p]);
+            }
+        }
+    };
     if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < BATCH; ++p) load_weight(p, w[p]);
     }
-    if (PREFETCH && at.first < at.end) {
-        of_next = load_row_input(at.first);
-        UNROLL for (int p = 0; p < BATCH; ++p) {
-            load_pack(at.first, p, next[p]);
-            load_added(at.first, p, next[p]);
-        }
-    }
+    load_next(at.first);
     int turn = 0;
     for (int64 i = at.first; i < at.end; i += at.step, ++turn) {
         const int64 row = at.row(i + at.row_in_block);
         const int cols = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end ? COLS : 0;
         if constexpr (PREFETCH) {
             of_row = of_next;
+            of_row.rstd = plain_nan(of_row.rstd);
             UNROLL for (int p = 0; p < BATCH; ++p) in[p] = next[p];
-            if (i + at.step < at.end) {
-                of_next = load_row_input(i + at.step);
-                UNROLL for (int p = 0; p < BATCH; ++p) {
-                    load_pack(i + at.step, p, next[p]);
-                    load_added(i + at.step, p, next[p]);
-                }
-            }
         } else {
             of_row = load_row_input(i);
+            of_row.rstd = plain_nan(of_row.rstd);
             if constexpr (ROW_IN_REGISTERS) {
                 UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, p, in[p]);
             }
         }
+        // The row's packs are unpacked before the next ones come, which then take their registers.
+        if constexpr (VALUES_KEPT) {
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                values_of(in[p], normed[p], d[p]);
+                if constexpr (ADDED_KEPT) unpack<DRESIDUAL_OUT>(in[p].dresidual_out, added[p]);
+                UNROLL for (int k = 0; k < WIDES; ++k) {
+                    settle(normed[p][k]);
+                    settle(d[p][k]);
+                    if constexpr (ADDED_KEPT) settle(added[p][k]);
+                }
+            }
+        }
+        load_next(i + at.step);
 
         real mean = of_row.mean;
         if constexpr (SUM_HERE) {
             real total = 0;
             for (int section = 0; section < PACKS; section += SECTION) {
-                real lanes[LANES] = {};
+                wide lanes[ACCUMULATORS] = {};
                 ROLLED for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
                     UNROLL for (int p = 0; p < BATCH; ++p) {
                         if constexpr (!EARLY_WEIGHT) load_weight(begin + p, w[p]);
                         if constexpr (!ROW_IN_REGISTERS) load_pack(i, begin + p, in[p]);
                     }
                     UNROLL for (int p = 0; p < BATCH; ++p) {
-                        real g[PACK], normed[PACK], d[PACK];
-                        gradients(in[p], w[p], g, normed, d);
-                        UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] =
-                            madd(g[k], normed[k], lanes[k % LANES]);
+                        wide g[WIDES];
+                        if constexpr (!VALUES_KEPT) values_of(in[p], normed[p], d[p]);
+                        gradient(w[p], d[p], g);
+                        UNROLL for (int k = 0; k < WIDES; ++k) {
+                            lanes[k % ACCUMULATORS] = madd(g[k], normed[p][k], lanes[k % ACCUMULATORS]);
+                        }
                     }
                 }
                 total += fold(lanes);
@@ -177,6 +202,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                 }
             }
         }
+        at.renew();
         if constexpr (MEAN_ONLY) {
             if (at.is_first_thread() && cols) means[row] = mean;
             continue;
@@ -193,19 +219,20 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                 if constexpr (NEED_DBIAS) read_sums(dbias_row, begin, db);
             }
             UNROLL for (int p = 0; p < BATCH; ++p) {
-                real g[PACK], normed[PACK], d[PACK];
-                gradients(in[p], w[p], g, normed, d);
-                UNROLL for (int k = 0; k < PACK; ++k) {
-                    if constexpr (NEED_DWEIGHT) dw[p][k] = madd(d[k], normed[k], dw[p][k]);
-                    if constexpr (NEED_DBIAS) db[p][k] += d[k];
+                if constexpr (!VALUES_KEPT) values_of(in[p], normed[p], d[p]);
+                UNROLL for (int k = 0; k < WIDES; ++k) {
+                    if constexpr (NEED_DWEIGHT) dw[p][k] = madd(d[p][k], normed[p][k], dw[p][k]);
+                    if constexpr (NEED_DBIAS) db[p][k] += d[p][k];
                 }
                 if constexpr (NEED_DX) {
-                    real v[PACK];
-                    UNROLL for (int k = 0; k < PACK; ++k) v[k] = of_row.rstd * madd(-normed[k], mean, g[k]);
+                    wide v[WIDES];
+                    gradient(w[p], d[p], v);
+                    UNROLL for (int k = 0; k < WIDES; ++k) {
+                        v[k] = of_row.rstd * madd(-normed[p][k], spread(mean), v[k]);
+                    }
                     if constexpr (DRESIDUAL_OUT != NONE) {
-                        real added[PACK];
-                        unpack<DRESIDUAL_OUT>(in[p].dresidual_out, added);
-                        UNROLL for (int k = 0; k < PACK; ++k) v[k] += added[k];
+                        if constexpr (!ADDED_KEPT) unpack<DRESIDUAL_OUT>(in[p].dresidual_out, added[p]);
+                        UNROLL for (int k = 0; k < WIDES; ++k) v[k] += added[p][k];
                     }
                     store<DX>(dx + row * dx_pitch, at.col(begin + p), cols, packed<DX>(v));
                     if constexpr (DRESIDUAL != NONE) {  // only where its dtype is not dx's
@@ -218,6 +245,9 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                 if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) write_sums(dbias_row, begin, db);
             }
+        }
+        if constexpr (PREFETCH) {
+            UNROLL for (int p = 0; p < BATCH; ++p) settle_input(next[p]);
         }
     }
 

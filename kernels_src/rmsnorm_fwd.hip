@@ -16,6 +16,10 @@ struct Input {
     Pack<X> x;
     Pack<RESIDUAL> residual;
 };
+DEVICE void settle_input(Input& in) {
+    settle_pack<X>(in.x);
+    if constexpr (ADD_RESIDUAL) settle_pack<RESIDUAL>(in.residual);
+}
 struct Factors {
     Pack<WEIGHT> weight;
     Pack<BIAS> bias;
@@ -25,7 +29,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
                    const element<BIAS>* bias, element<Y>* y, element<RESIDUAL_OUT>* residual_out, real* rstd,
                    int64 rows, int64 x_pitch, int64 residual_pitch, int64 y_pitch, int64 residual_out_pitch, real eps,
                    real weight_offset, int blocks) {
-    const Place at = place(rows, blocks);
+    Place at = place(rows, blocks);
     if constexpr (WEIGHT != NONE && HEADS > 1) weight += int64(at.head) * COLS;
     if constexpr (BIAS != NONE && HEADS > 1) bias += int64(at.head) * COLS;
 
@@ -34,17 +38,17 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         if constexpr (BIAS != NONE) to.bias = load<BIAS>(bias, at.col(p), COLS);
     };
     const auto load_pack = [&](int64 i, int p, Input& to) LAMBDA {
-        const int64 row = at.row(i + at.row_in_block);
-        const int cols = i + at.row_in_block < at.end ? COLS : 0;
-        to.x = load<X>(x + row * x_pitch, at.col(p), cols);
-        if constexpr (ADD_RESIDUAL) to.residual = load<RESIDUAL>(residual + row * residual_pitch, at.col(p), cols);
+        // Beyond the end the last row again, which is not stored: cheaper than zeros.
+        const int64 row = at.row(i + at.row_in_block < at.end ? i + at.row_in_block : at.end - 1);
+        to.x = load<X>(x + row * x_pitch, at.col(p), COLS);
+        if constexpr (ADD_RESIDUAL) to.residual = load<RESIDUAL>(residual + row * residual_pitch, at.col(p), COLS);
     };
     const auto hold = [&](const Input& in) LAMBDA {
         if constexpr (!ADD_RESIDUAL) return converted<HELD>(in.x);
-        real h[PACK], r[PACK];
+        wide h[WIDES], r[WIDES];
         unpack<X>(in.x, h);
         unpack<RESIDUAL>(in.residual, r);
-        UNROLL for (int k = 0; k < PACK; ++k) h[k] += r[k];
+        UNROLL for (int k = 0; k < WIDES; ++k) h[k] += r[k];
         return packed<HELD>(h);
     };
 
@@ -70,13 +74,15 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
                 store<RESIDUAL_OUT>(residual_out + row * residual_out_pitch, at.col(p), cols, total);
             }
         };
-        const auto add_squares = [&](const Pack<HELD>& held, real* lanes) LAMBDA {
-            real h[PACK];
+        const auto add_squares = [&](const Pack<HELD>& held, wide* lanes) LAMBDA {
+            wide h[WIDES];
             unpack<HELD>(held, h);
-            UNROLL for (int k = 0; k < PACK; ++k) lanes[k % LANES] = madd(h[k], h[k], lanes[k % LANES]);
+            UNROLL for (int k = 0; k < WIDES; ++k) lanes[k % ACCUMULATORS] = madd(h[k], h[k], lanes[k % ACCUMULATORS]);
         };
 
-        real total = 0, lanes[LANES] = {};
+        at.renew();
+        real total = 0;
+        wide lanes[ACCUMULATORS] = {};
         UNROLL for (int p = 0; p < KEPT; ++p) {
             if constexpr (PREFETCH) {
                 in[p] = next[p];
@@ -87,6 +93,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         if (PREFETCH && i + at.step < at.end) {
             UNROLL for (int p = 0; p < KEPT; ++p) load_pack(i + at.step, p, next[p]);
         }
+        UNROLL for (int p = 0; p < KEPT; ++p) settle_input(in[p]);
         UNROLL for (int p = 0; p < KEPT; ++p) {
             kept[p] = hold(in[p]);
             store_residual(p, kept[p]);
@@ -100,29 +107,36 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             }
             if (section + SECTION < PACKS) {
                 total += fold(lanes);
-                UNROLL for (int k = 0; k < LANES; ++k) lanes[k] = 0;
+                UNROLL for (int k = 0; k < ACCUMULATORS; ++k) lanes[k] = wide{};
             }
         }
         total += fold(lanes);
         const real scale = inverse_sqrt(row_sum(total, turn) / COLS + eps);
+        at.renew();
         if (rstd && at.is_first_thread() && cols) rstd[row] = scale;
         if constexpr (UNPACK_AGAIN) {
             UNROLL for (int p = 0; p < KEPT; ++p) forget_values<HELD>(kept[p], unknown_zero(scale));
         }
+        if constexpr (EARLY_WEIGHT) {
+            UNROLL for (int p = 0; p < KEPT; ++p) {
+                if constexpr (WEIGHT != NONE) settle_pack<WEIGHT>(factors[p].weight);
+                if constexpr (BIAS != NONE) settle_pack<BIAS>(factors[p].bias);
+            }
+        }
 
         const auto store_normed = [&](int p, const Pack<HELD>& held, const Factors& by) LAMBDA {
-            real v[PACK], factor[PACK], shift[PACK];
+            wide v[WIDES], factor[WIDES], shift[WIDES];
             unpack<HELD>(held, v);
-            UNROLL for (int k = 0; k < PACK; ++k) v[k] *= scale;
+            UNROLL for (int k = 0; k < WIDES; ++k) v[k] *= scale;
             if constexpr (LLAMA) {
-                UNROLL for (int k = 0; k < PACK; ++k) v[k] = rounded<NORMED>(v[k]);
+                UNROLL for (int k = 0; k < WIDES; ++k) v[k] = rounded<NORMED>(v[k]);
             }
             if constexpr (WEIGHT != NONE) unpack<WEIGHT>(by.weight, factor);
             if constexpr (OFFSET_WEIGHT) {
-                UNROLL for (int k = 0; k < PACK; ++k) factor[k] += weight_offset;
+                UNROLL for (int k = 0; k < WIDES; ++k) factor[k] += weight_offset;
             }
             if constexpr (BIAS != NONE) unpack<BIAS>(by.bias, shift);
-            UNROLL for (int k = 0; k < PACK; ++k) {
+            UNROLL for (int k = 0; k < WIDES; ++k) {
                 if constexpr (WEIGHT != NONE && LLAMA) v[k] = rounded<PRODUCT>(v[k] * factor[k]);
                 if constexpr (BIAS != NONE && (WEIGHT == NONE || LLAMA)) v[k] += shift[k];
                 if constexpr (BIAS != NONE && WEIGHT != NONE && !LLAMA) v[k] = madd(v[k], factor[k], shift[k]);

@@ -271,7 +271,7 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             "blocks_per_unit": max(1, resident // block),
             "prefetch": prefetch,
             "early_weight": early,
-            "unpack_again": not early,
+            "unpack_again": not early or (traits.vendor == "nvidia" and packs == 4 and resident == 1024),  # 64 registers
         }
     # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
     # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.

@@ -69,20 +69,13 @@ def test_the_other_wave_is_found():
     assert any(one.startswith("wave") for one in complaints(other, "gfx942", *build("own", "gfx942", other)))
 
 
-FENCED = pytest.mark.xfail(
-    reason="the barrier's fences wait for global memory too on RDNA, where a block may use two L1s"
-)
-CDNA, RDNA = ("gfx90a", "gfx942", "gfx950"), ("gfx1030", "gfx1100", "gfx1201")
-
-
-@pytest.mark.parametrize("arch", [*CDNA, *(pytest.param(arch, marks=FENCED) for arch in RDNA)])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_backward_has_the_next_row_in_flight_during_the_sum(arch):
     for name, at_least in (("backward bfloat16 4096", 4), ("fused backward bfloat16 4096", 6)):
         _, listing = build("own", arch, variant_of(arch, name))
         assert min(listing.loads_in_flight()) >= at_least
 
 
-@pytest.mark.xfail(reason="the weight is unpacked, and so waited for, before the row's loads are issued")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_forward_has_row_and_weight_in_flight_together(arch):
     for name, at_least in (("forward bfloat16 4096", 8), ("fused forward bfloat16 4096", 12)):

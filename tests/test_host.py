@@ -393,8 +393,8 @@ def test_a_compile_error_carries_the_compilers_words(fresh, monkeypatch, tmp_pat
 
 def test_a_compile_error_has_the_line_of_the_kernels_own_file(fresh, monkeypatch, real_compiler):
     text = program.read_source("rmsnorm_fwd.hip")
-    line = next(i for i, words in enumerate(text.splitlines(), 1) if "const Place at" in words)
-    broken = text.replace("const Place at", "const Plaice at", 1)
+    line = next(i for i, words in enumerate(text.splitlines(), 1) if "    Place at" in words)
+    broken = text.replace("    Place at", "    Plaice at", 1)
     read = program.read_source
     monkeypatch.setattr(program, "read_source", lambda name: broken if name == "rmsnorm_fwd.hip" else read(name))
     monkeypatch.setenv("CXX", real_compiler)

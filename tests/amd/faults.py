@@ -37,7 +37,7 @@ CDNA, BOTH = ("gfx942",), ("gfx942", "gfx1100")
 
 def at_start(name: str, variant: str, statement: str, complaint: str, archs: tuple[str, ...] = BOTH) -> Fault:
     """A statement planted at the beginning of a kernel over rows."""
-    start = "    const Place at = place(rows, blocks);\n"
+    start = "    Place at = place(rows, blocks);\n"
     return Fault(name, variant, ((start, f"{start}    {statement}\n"),), complaint, archs)
 
 
@@ -47,8 +47,7 @@ def with_slots(name: str, count: int, archs: tuple[str, ...]) -> Fault:
     return Fault(name, FORWARD, changes, "LDS", archs)
 
 
-RELEASE = '    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");\n'
-ACQUIRE = '    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");\n'
+WAIT = 'asm volatile("s_waitcnt lgkmcnt(0)" ::: "memory");'
 COPY = "*reinterpret_cast<Chunk<COUNT, T>*>(to) = *reinterpret_cast<const Chunk<COUNT, T>*>(from);"
 COPY_BY_8 = (
     "for (int i = 0; i < int(COUNT * sizeof(T) / 8); ++i)\n"
@@ -62,7 +61,7 @@ SWAP = "int was = 0; __hip_atomic_compare_exchange_strong((int*)rstd, &was, 1, 0
 LOAD = "__hip_atomic_load((int*)rstd, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)"
 
 FAULTS = (
-    Fault("bare barrier", FORWARD, ((RELEASE, ""), (ACQUIRE, "")), "fences"),
+    Fault("bare barrier", FORWARD, ((WAIT, ""),), "fences"),
     Fault(
         "two barriers a row",
         FORWARD,
@@ -75,8 +74,8 @@ FAULTS = (
     at_start("AGPRs", BACKWARD, 'asm volatile("" ::: "a3");', "AGPRs", CDNA),
     Fault("8-byte access", FORWARD, ((COPY, COPY_BY_8),), "accesses"),
     at_start("flat access", FORWARD, "if (eps < 0) *(volatile float*)(unsigned long long)(rows * 4) = 1;", "accesses"),
-    with_slots("LDS overflow", 10000, ("gfx950",)),  # elsewhere the compiler refuses it
-    with_slots("LDS for fewer blocks", 1200, BOTH),
+    with_slots("LDS overflow", 2500, ("gfx950",)),  # elsewhere the compiler refuses it
+    with_slots("LDS for fewer blocks", 600, BOTH),
     Fault("half a block", FORWARD, ((SIZE, HALF),), "block"),
     at_start("floating-point atomic", BACKWARD, ADD, "atomics"),
     at_start("compare and swap", FORWARD, SWAP, "atomics"),
@@ -87,7 +86,7 @@ FAULTS = (
         REDUCE,
         (
             ("const real* partials,", "const real* __restrict__ partials,"),
-            ("real sums[PACK] = {};", "real sums[PACK] = {partials[block_index()]};"),
+            ("wide sums[WIDES] = {};", "wide sums[WIDES] = {spread(partials[block_index()])};"),
         ),
         "scalar loads",
     ),

@@ -30,6 +30,8 @@ extern "C" void lanes_refuse(const char* why);  // an instruction that this devi
 DEVICE int thread_index() { return lanes_thread; }
 DEVICE int block_index() { return lanes_block; }
 DEVICE void sync() { lanes_barrier(); }
+template <class T>
+DEVICE void settle(T&) {}
 DEVICE float as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 DEVICE unsigned as_bits(float value) { return __builtin_bit_cast(unsigned, value); }
 DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -47,6 +49,7 @@ DEVICE unsigned narrow_f16(float low, float high) {
 DEVICE void forget(unsigned& v, unsigned zero) { v ^= zero; }
 DEVICE void forget(float& v, unsigned zero) { v = as_float(as_bits(v) ^ zero); }
 DEVICE void forget(double&, unsigned) {}
+DEVICE int uniform(int v) { return v; }
 
 template <class T>
 DEVICE T __shfl_xor_sync(unsigned mask, T v, int lane_mask) {
@@ -89,6 +92,7 @@ DEVICE unsigned __builtin_amdgcn_update_dpp(unsigned old, unsigned v, int contro
     return source >= 0 ? got : bound ? 0 : old;
 }
 DEVICE unsigned __builtin_amdgcn_readlane(unsigned v, int lane) { return lanes_exchange(v, lane, lane); }
+DEVICE int uniform(int v) { return lanes_exchange(v, 0, 0); }  // a value that differs is the first lane's
 DEVICE unsigned __builtin_amdgcn_ds_swizzle(unsigned v, int pattern) {  // bit-mask mode: in groups of 32 lanes
     if (pattern & 0x8000) lanes_refuse("a ds_swizzle mode that is not written here");
     const int in_group = ((lanes_lane & pattern & 31) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31);
