@@ -129,7 +129,7 @@ DEVICE float widen_f16(uint16 bits) { return __builtin_bit_cast(_Float16, bits);
 DEVICE uint32 narrow_f16(float low, float high) {
     return __builtin_bit_cast(uint16, (_Float16)low) | uint32(__builtin_bit_cast(uint16, (_Float16)high)) << 16;
 }
-#if defined(__gfx950__)
+#if defined(__gfx950__) || defined(__gfx1250__)
 #define HAS_NARROW_BF16
 DEVICE uint32 narrow_bf16(float low, float high) {
     uint32 word;
@@ -429,9 +429,7 @@ constexpr bool ONLY_BF16 = no_other_than_bf16(X) && no_other_than_bf16(RESIDUAL)
                            no_other_than_bf16(BIAS) && no_other_than_bf16(DOUT) && no_other_than_bf16(DRESIDUAL_OUT) &&
                            !OFFSET_WEIGHT;
 constexpr bool ROUNDS_NUMBERS = ONLY_BF16 && !CONVERTS_BF16;
-DEVICE real plain_nan(real value) {
-    return !ROUNDS_NUMBERS || value == value ? value : real(as_float(0x7fc00000));
-}
+DEVICE real plain_nan(real value) { return !ROUNDS_NUMBERS || value == value ? value : real(as_float(0x7fc00000)); }
 
 // PACK neighbouring elements of a row, as stored: half the registers of floats where they are 16 bits wide.
 template <Dtype D>
@@ -446,8 +444,8 @@ CONSTEXPR bool inside(int col, int cols) { return EXACT ? cols > 0 : col + PACK 
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
 constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
 
-// On AMD a scalar base and a 32-bit offset make an address by themselves; the compiler has to see that the latter is not
-// negative.
+// On AMD a scalar base and a 32-bit offset make an address by themselves; the compiler has to see that the latter is
+// not negative.
 template <class T>
 DEVICE T* past(T* row, int col) {
     return (T*)((char*)row + uint32(col) * uint32(sizeof(T)));

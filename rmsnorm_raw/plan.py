@@ -265,13 +265,14 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             resident = 1024
         else:
             resident = 512 if prefetch or not early else 768 if fused else 1024
+        tight = traits.vendor == "nvidia" and packs == 4 and resident == 1024  # 64 registers, and the values take 32
         return shape | {
             "kept": packs,
             "batch": packs if early else min(2, packs),
             "blocks_per_unit": max(1, resident // block),
             "prefetch": prefetch,
             "early_weight": early,
-            "unpack_again": not early or (traits.vendor == "nvidia" and packs == 4 and resident == 1024),  # 64 registers
+            "unpack_again": not early or tight,
         }
     # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
     # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.
@@ -338,9 +339,9 @@ def plan_backward(
         # At most 512 rows in one running sum; enough chunks for many threads; partials small against the rows.
         groups = _ceil(rows, min(512, max(16, _ceil(rows, 64))))
     else:
-        # A persistent grid. A block's partials cost 8 bytes a column (written, read again): at most half of the rows'
-        # own bytes, which only few rows on many units reach.
-        affordable = max(1, 3 * rows * SIZES[x] // 16) if sums else rows
+        # A persistent grid. A block's partials cost 8 bytes a column and sum (written, read again): at most half of the
+        # rows' own bytes, which only few rows on many units reach.
+        affordable = max(1, 3 * rows * SIZES[x] // (16 * sums)) if sums else rows
         resident = max(1, traits.units * common.blocks_per_unit // tiles)
         groups = min(resident, _ceil(rows, common.rows_per_block), affordable)
     threads = common.threads_per_row * common.rows_per_block

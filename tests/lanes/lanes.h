@@ -92,7 +92,7 @@ DEVICE unsigned __builtin_amdgcn_update_dpp(unsigned old, unsigned v, int contro
     return source >= 0 ? got : bound ? 0 : old;
 }
 DEVICE unsigned __builtin_amdgcn_readlane(unsigned v, int lane) { return lanes_exchange(v, lane, lane); }
-DEVICE int uniform(int v) { return lanes_exchange(v, 0, 0); }  // a value that differs is the first lane's
+DEVICE int uniform(int v) { return lanes_exchange(v, 0, 0); }           // a value that differs is the first lane's
 DEVICE unsigned __builtin_amdgcn_ds_swizzle(unsigned v, int pattern) {  // bit-mask mode: in groups of 32 lanes
     if (pattern & 0x8000) lanes_refuse("a ds_swizzle mode that is not written here");
     const int in_group = ((lanes_lane & pattern & 31) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31);
