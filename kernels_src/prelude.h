@@ -444,7 +444,8 @@ CONSTEXPR bool inside(int col, int cols) { return EXACT ? cols > 0 : col + PACK 
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
 constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
 
-// On AMD a scalar base and a 32-bit offset in bytes make an address by themselves, where that is seen not to be negative.
+// On AMD a scalar base and a 32-bit offset in bytes make an address by themselves, where that is seen not to be
+// negative.
 template <class T>
 DEVICE T* past(T* row, int col) {
     if constexpr (COLS == 0 || COLS >= 1 << 28) return row + col;
