@@ -26,6 +26,9 @@ typedef unsigned short uint16;
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_UNIT)
 #define SHARED __shared__
+#define DYNAMIC_SHARED(type, name, count)    \
+    extern __shared__ uint4 shared_memory[]; \
+    type* const name = reinterpret_cast<type*>(shared_memory)
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define ENTRY(kernel)
@@ -241,6 +244,11 @@ static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned l
 
 #endif
 
+// Shared memory whose size the launch names, where that can be more than a program may declare.
+#if !defined(DYNAMIC_SHARED)
+#define DYNAMIC_SHARED(type, name, count) SHARED type name[(count) > 0 ? (count) : 1]
+#endif
+
 // The sum over a wave; on the machine of fibres it is the text of the device that it stands for.
 #if defined(__CUDACC__) || defined(LANES_NVIDIA)
 
@@ -325,6 +333,24 @@ struct alignas(COUNT * sizeof(T)) Chunk {
 template <int COUNT, class T>
 DEVICE void copy(T* to, const T* from) {
     *reinterpret_cast<Chunk<COUNT, T>*>(to) = *reinterpret_cast<const Chunk<COUNT, T>*>(from);
+}
+#if defined(__CUDACC__)
+template <int COUNT, class T>
+DEVICE void copy_once(T* to, const T* from) {
+    if constexpr (COUNT * sizeof(T) == 16) {
+        *reinterpret_cast<uint4*>(to) = __ldcg(reinterpret_cast<const uint4*>(from));
+    } else {
+        copy<COUNT>(to, from);
+    }
+}
+#define HAS_COPY_ONCE
+#endif
+#endif
+
+#if !defined(HAS_COPY_ONCE)
+template <int COUNT, class T>
+DEVICE void copy_once(T* to, const T* from) {
+    copy<COUNT>(to, from);
 }
 #endif
 
@@ -439,7 +465,8 @@ struct alignas(PACK * sizeof(element<D>) < 16 ? PACK * sizeof(element<D>) : 16) 
 CONSTEXPR int smaller(int a, int b) { return a < b ? a : b; }
 
 // Whether every pack of every thread lies inside its row.
-constexpr bool EXACT = COLS == TILES * PACKS * THREADS_PER_ROW * PACK && (PACKS - KEPT) % BATCH == 0;
+constexpr bool EXACT =
+    COLS == TILES * PACKS * THREADS_PER_ROW * PACK && (PACKS - KEPT) % BATCH == 0 && STASHED % BATCH == 0;
 CONSTEXPR bool inside(int col, int cols) { return EXACT ? cols > 0 : col + PACK <= cols; }
 constexpr bool WHOLE_PACKS = COLS > 0 && COLS % PACK == 0;
 constexpr bool ROW_IN_REGISTERS = KEPT >= PACKS;
@@ -454,13 +481,18 @@ DEVICE T* past(T* row, int col) {
 
 // The pack at column `col` of a row of `cols`; zeros beyond its end. Accesses are of VECTOR_OF elements, 16 bytes at
 // most.
-template <Dtype D, int VECTOR_OF = VECTOR>
+template <Dtype D, int VECTOR_OF = VECTOR, bool ONCE = false>
 DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
     constexpr int COUNT = smaller(VECTOR_OF, 16 / sizeof(element<D>)), CELL = PER_CELL<D>;
     Pack<D> pack;
     if (COUNT >= CELL && inside(col, cols)) {
         UNROLL for (int i = 0; i < PACK; i += COUNT) {
-            copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], reinterpret_cast<const cell<D>*>(past(row, col) + i));
+            const auto from = reinterpret_cast<const cell<D>*>(past(row, col) + i);
+            if constexpr (ONCE) {
+                copy_once<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], from);
+            } else {
+                copy<(COUNT + CELL - 1) / CELL>(&pack.at[i / CELL], from);
+            }
         }
     } else if (COUNT >= CELL && (WHOLE_PACKS || COLS == 0 || col >= cols)) {  // COLS 0: rows of padded partials
         UNROLL for (int i = 0; i < PACK / CELL; ++i) pack.at[i] = 0;
@@ -475,6 +507,12 @@ DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
         }
     }
     return pack;
+}
+
+// What no other row needs: not to take the weight's place in L1.
+template <Dtype D>
+DEVICE Pack<D> load_once(const element<D>* row, int col, int cols) {
+    return load<D, VECTOR, true>(row, col, cols);
 }
 
 template <Dtype D, int VECTOR_OF = VECTOR>

@@ -7,6 +7,7 @@
 // A block keeps its rows' share of dweight in registers and writes one row of partials at the end; dweight_reduce adds
 // those in a fixed order (a lone block writes dweight itself: DIRECT). No atomics: the same inputs give the same bits.
 //
+// Where a row fits in registers but not beside its share of dweight, that lies in shared memory (SUMS_IN_SHARED).
 // Rows too long for registers take two launches: MEAN_ONLY sums g · x̂ over whole rows; then, with MEAN_GIVEN, blocks
 // share a row out in TILES, whose columns' dweight fits in registers again. The host reads a row twice from cache and
 // keeps the share of dweight in the row of partials itself.
@@ -22,9 +23,18 @@ DEVICE void settle_input(Input& in) {
     settle_pack<DOUT>(in.dout);
     if constexpr (DRESIDUAL_OUT != NONE) settle_pack<DRESIDUAL_OUT>(in.dresidual_out);
 }
-constexpr bool VALUES_KEPT = ROW_IN_REGISTERS && !UNPACK_AGAIN;
-constexpr bool ADDED_KEPT = VALUES_KEPT && PREFETCH && DRESIDUAL_OUT != NONE;
 constexpr bool SUM_HERE = MEAN_ONLY || (NEED_DX && !MEAN_GIVEN);
+constexpr bool VALUES_KEPT = ROW_IN_REGISTERS && !UNPACK_AGAIN;
+// When dresidual_out comes, if not with the next row: while the row is summed, or where registers are dearer one pack
+// ahead of its use.
+constexpr bool ADDED_AHEAD = !PREFETCH && ROW_IN_REGISTERS && PACKS > 4;
+constexpr bool ADDED_DURING_SUM = !PREFETCH && ROW_IN_REGISTERS && SUM_HERE && !ADDED_AHEAD;
+constexpr bool ADDED_KEPT = VALUES_KEPT && PREFETCH && DRESIDUAL_OUT != NONE;
+// 16 bytes of the sums in shared memory: of each thread its own, so nothing waits for them.
+struct alignas(16) Sums {
+    real at[16 / sizeof(real)];
+};
+constexpr int SUMS_OF_PACK = PACK * sizeof(real) / sizeof(Sums) > 0 ? PACK * sizeof(real) / sizeof(Sums) : 1;
 // What is known of the whole row.
 struct RowInput {
     real rstd, mean;
@@ -79,6 +89,25 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         element<DWEIGHT>* const row = reinterpret_cast<element<DWEIGHT>*>(results) + int64(at.head) * COLS;
         UNROLL for (int p = 0; p < BATCH; ++p) store<DWEIGHT, 1>(row, at.col(p), COLS, packed<DWEIGHT>(sums[p]));
     };
+    DYNAMIC_SHARED(Sums, shared_sums, SUMS_IN_SHARED * BATCH * SUMS_OF_PACK * THREADS);
+    const auto read_shared = [&](int p, wide* sums) LAMBDA {
+        UNROLL for (int i = 0; i < SUMS_OF_PACK; ++i) {
+            const Sums from = shared_sums[(p * SUMS_OF_PACK + i) * THREADS + thread_index()];
+            constexpr int COUNT = PACK / SUMS_OF_PACK;
+            UNROLL for (int k = 0; k < COUNT; ++k) reinterpret_cast<real*>(sums)[i * COUNT + k] = from.at[k];
+        }
+    };
+    const auto write_shared = [&](int p, const wide* sums) LAMBDA {
+        UNROLL for (int i = 0; i < SUMS_OF_PACK; ++i) {
+            Sums to;
+            constexpr int COUNT = PACK / SUMS_OF_PACK;
+            UNROLL for (int k = 0; k < COUNT; ++k) to.at[k] = reinterpret_cast<const real*>(sums)[i * COUNT + k];
+            shared_sums[(p * SUMS_OF_PACK + i) * THREADS + thread_index()] = to;
+        }
+    };
+    if constexpr (SUMS_IN_SHARED) {
+        UNROLL for (int p = 0; p < BATCH; ++p) write_shared(p, dw[0]);
+    }
     if constexpr (!ROW_IN_REGISTERS) {  // the memory's content is no one's: every block starts from zeros of its own
         for (int begin = 0; begin < PACKS; begin += BATCH) {
             if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
@@ -135,6 +164,13 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             }
         }
     };
+    // One pack ahead of its use, and no sooner: registers.
+    const auto load_late_weight = [&](int begin, int p) LAMBDA {
+        if constexpr (!EARLY_WEIGHT) {
+            if (p == 0) load_weight(begin, w[0]);
+            if (p + 1 < BATCH) load_weight(begin + p + 1, w[p + 1]);
+        }
+    };
     if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < BATCH; ++p) load_weight(p, w[p]);
     }
@@ -175,10 +211,10 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                 wide lanes[ACCUMULATORS] = {};
                 ROLLED for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
                     UNROLL for (int p = 0; p < BATCH; ++p) {
-                        if constexpr (!EARLY_WEIGHT) load_weight(begin + p, w[p]);
                         if constexpr (!ROW_IN_REGISTERS) load_pack(i, begin + p, in[p]);
                     }
                     UNROLL for (int p = 0; p < BATCH; ++p) {
+                        load_late_weight(begin, p);
                         wide g[WIDES];
                         if constexpr (!VALUES_KEPT) values_of(in[p], normed[p], d[p]);
                         gradient(w[p], d[p], g);
@@ -189,7 +225,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                 }
                 total += fold(lanes);
             }
-            if constexpr (!PREFETCH && ROW_IN_REGISTERS) {  // on its way during the reduction, and no sooner: registers
+            if constexpr (ADDED_DURING_SUM) {  // and no sooner: registers
                 UNROLL for (int p = 0; p < BATCH; ++p) load_added(i, p, in[p]);
             }
             mean = row_sum(total, turn) / COLS;
@@ -210,20 +246,27 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
 
         for (int begin = 0; begin < PACKS; begin += BATCH) {
             UNROLL for (int p = 0; p < BATCH; ++p) {
-                if constexpr (NEED_DX && !EARLY_WEIGHT) load_weight(begin + p, w[p]);
                 if constexpr (!ROW_IN_REGISTERS) load_pack(i, begin + p, in[p]);
-                if constexpr (!PREFETCH && (!ROW_IN_REGISTERS || !SUM_HERE)) load_added(i, begin + p, in[p]);
+                if constexpr (!PREFETCH && !ADDED_DURING_SUM && !ADDED_AHEAD) load_added(i, begin + p, in[p]);
             }
             if constexpr (!ROW_IN_REGISTERS) {
                 if constexpr (NEED_DWEIGHT) read_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) read_sums(dbias_row, begin, db);
             }
             UNROLL for (int p = 0; p < BATCH; ++p) {
+                if constexpr (NEED_DX) load_late_weight(begin, p);
+                if constexpr (ADDED_AHEAD) {
+                    if (p == 0) load_added(i, begin, in[0]);
+                    if (p + 1 < BATCH) load_added(i, begin + p + 1, in[p + 1]);
+                }
                 if constexpr (!VALUES_KEPT) values_of(in[p], normed[p], d[p]);
+                wide* const sums = dw[SUMS_IN_SHARED ? 0 : p];
+                if constexpr (SUMS_IN_SHARED) read_shared(p, sums);
                 UNROLL for (int k = 0; k < WIDES; ++k) {
-                    if constexpr (NEED_DWEIGHT) dw[p][k] = madd(d[p][k], normed[p][k], dw[p][k]);
+                    if constexpr (NEED_DWEIGHT) sums[k] = madd(d[p][k], normed[p][k], sums[k]);
                     if constexpr (NEED_DBIAS) db[p][k] += d[p][k];
                 }
+                if constexpr (SUMS_IN_SHARED) write_shared(p, sums);
                 if constexpr (NEED_DX) {
                     wide v[WIDES];
                     gradient(w[p], d[p], v);
@@ -252,6 +295,9 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     }
 
     if constexpr (ROW_IN_REGISTERS) {
+        if constexpr (SUMS_IN_SHARED) {
+            UNROLL for (int p = 0; p < BATCH; ++p) read_shared(p, dw[p]);
+        }
         if constexpr (NEED_DWEIGHT) block_sum<ROWS_PER_BLOCK>(dw);
         if constexpr (NEED_DBIAS) block_sum<ROWS_PER_BLOCK>(db);
         if (at.row_in_block == 0) {

@@ -4,8 +4,9 @@
 //   rstd = 1 / sqrt(mean(h²) + eps)
 //   y = h · rstd · (weight + weight_offset) + bias
 //
-// The first KEPT packs of a row stay in registers between the sum and the scaling. What is beyond (of rows too long for
-// them, and of all rows on the host) is read a second time from cache, BATCH packs at a time.
+// Between the sum and the scaling the first KEPT packs of a row stay in registers and the next STASHED in shared
+// memory. What is beyond (of rows too long for both, and of all rows on the host) is read a second time from cache,
+// BATCH packs at a time.
 
 // What the sum was taken from is what is scaled, so that fused y is rmsnorm(residual_out) to the bit.
 constexpr Dtype HELD = !ADD_RESIDUAL ? X : ROUND_RESIDUAL ? RESIDUAL_OUT : COMPUTE;
@@ -40,8 +41,8 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     const auto load_pack = [&](int64 i, int p, Input& to) LAMBDA {
         // Beyond the end the last row again, which is not stored: cheaper than zeros.
         const int64 row = at.row(i + at.row_in_block < at.end ? i + at.row_in_block : at.end - 1);
-        to.x = load<X>(x + row * x_pitch, at.col(p), COLS);
-        if constexpr (ADD_RESIDUAL) to.residual = load<RESIDUAL>(residual + row * residual_pitch, at.col(p), COLS);
+        to.x = load_once<X>(x + row * x_pitch, at.col(p), COLS);
+        if constexpr (ADD_RESIDUAL) to.residual = load_once<RESIDUAL>(residual + row * residual_pitch, at.col(p), COLS);
     };
     const auto hold = [&](const Input& in) LAMBDA {
         if constexpr (!ADD_RESIDUAL) return converted<HELD>(in.x);
@@ -55,12 +56,13 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     constexpr int SLOTS = KEPT > 0 ? KEPT : 1;
     Input in[SLOTS], next[PREFETCH ? SLOTS : 1], passing[BATCH];
     Pack<HELD> kept[SLOTS];
+    DYNAMIC_SHARED(Pack<HELD>, stash, STASHED * THREADS);  // of each thread its own, so nothing waits for it
     Factors factors[SLOTS], passing_factors[BATCH];
-    if constexpr (EARLY_WEIGHT) {
-        UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
-    }
     if (PREFETCH && at.first < at.end) {
         UNROLL for (int p = 0; p < KEPT; ++p) load_pack(at.first, p, next[p]);
+    }
+    if constexpr (EARLY_WEIGHT) {
+        UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
     }
 
     int turn = 0;
@@ -99,8 +101,17 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             store_residual(p, kept[p]);
             add_squares(kept[p], lanes);
         }
-        // residual_out may be the residual itself: beyond KEPT it is stored only once its row is not read again.
-        for (int section = KEPT; section < PACKS; section += SECTION) {
+        for (int begin = KEPT; begin < KEPT + STASHED; begin += BATCH) {
+            UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                const Pack<HELD> held = hold(passing[p]);
+                store_residual(begin + p, held);
+                add_squares(held, lanes);
+                stash[(begin + p - KEPT) * THREADS + thread_index()] = held;
+            }
+        }
+        // residual_out may be the residual itself: what is read again is stored only then.
+        for (int section = KEPT + STASHED; section < PACKS; section += SECTION) {
             for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
                 UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
                 UNROLL for (int p = 0; p < BATCH; ++p) add_squares(hold(passing[p]), lanes);
@@ -150,7 +161,13 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             }
             UNROLL for (int p = begin; p < smaller(KEPT, begin + BATCH); ++p) store_normed(p, kept[p], factors[p]);
         }
-        for (int begin = KEPT; begin < PACKS; begin += BATCH) {
+        for (int begin = KEPT; begin < KEPT + STASHED; begin += BATCH) {
+            UNROLL for (int p = 0; p < BATCH; ++p) load_factors(begin + p, passing_factors[p]);
+            UNROLL for (int p = 0; p < BATCH; ++p) {
+                store_normed(begin + p, stash[(begin + p - KEPT) * THREADS + thread_index()], passing_factors[p]);
+            }
+        }
+        for (int begin = KEPT + STASHED; begin < PACKS; begin += BATCH) {
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 load_factors(begin + p, passing_factors[p]);
                 load_pack(i, begin + p, passing[p]);

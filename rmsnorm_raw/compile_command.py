@@ -32,6 +32,8 @@ UNITS = {
     "sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
 }  # fmt: skip
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+# Of shared memory that a block may have on NVIDIA's, where it is not 99 KB.
+SHARED_KB = {"sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 OPERATIONS = ("forward", "fused-forward", "backward", "fused-backward")
 
 
@@ -117,7 +119,8 @@ def traits_of(arch: str, units: int | None = None) -> Traits:
     if re.fullmatch(r"gfx[0-9a-f]+", name):
         return Traits("amd", arch, clang.wave_of(arch), units or UNITS.get(name, 64))
     if re.fullmatch(r"sm_\d+[af]?", arch):
-        return Traits("nvidia", arch, 32, units or UNITS.get(arch.rstrip("af"), 128))
+        number = arch.rstrip("af")
+        return Traits("nvidia", arch, 32, units or UNITS.get(number, 128), SHARED_KB.get(number, 99) << 10)
     raise ValueError(f"{arch!r} is no architecture; gfx942, gfx1100, sm_90, …")
 
 
@@ -257,7 +260,7 @@ def _report(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     }
     if job.traits.vendor == "nvidia":
         registers, stack, shared = codeobject.read_cubin(made.code, job.plan.kernel)
-        return line | {"registers": registers, "scratch_bytes": stack, "lds_bytes": shared}
+        return line | {"registers": registers, "scratch_bytes": stack, "lds_bytes": shared + constants.shared_bytes}
     (facts,) = codeobject.read(made.code)
     unit = codeobject.unit_of(job.arch)
     line |= {

@@ -26,6 +26,7 @@ class Traits:
     arch: str  # "sm_90", "gfx942:sramecc+:xnack-", or the host's CPU
     wave: int
     units: int
+    shared_bytes: int = 0  # that a launch may name for one block, beyond what programs declare
 
 
 HOST = Traits("host", "host", wave=1, units=1)
@@ -53,6 +54,7 @@ class Constants:
     prefetch: bool = False  # the next row is loaded before this one is reduced
     unpack_again: bool = False  # after the sum, instead of keeping the values: fewer registers
     early_weight: bool = False  # loaded once before the rows, else for each row after its sum
+    stashed: int = 0  # packs of a row that stay in shared memory, behind those kept
     tiles: int = 1  # blocks that share a row's columns
     # operands
     compute: str = "float32"
@@ -79,6 +81,16 @@ class Constants:
     mean_only: bool = False  # of the two launches for long rows, the first: the mean of g · x̂
     mean_given: bool = False  # the second
     direct: bool = False  # one block for each head: it writes dweight itself
+    sums_in_shared: bool = False  # a block's share of dweight, in shared memory instead of registers
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory that a launch has to name."""
+        if self.sums_in_shared:
+            return self.threads_per_row * self.packs * self.pack * SIZES[self.compute]
+        held = self.x if not self.add_residual else self.residual_out if self.round_residual else self.compute
+        threads = self.threads_per_row * self.rows_per_block
+        return self.stashed * threads * self.pack * SIZES[held] if held else 0
 
 
 @dataclass(frozen=True)
@@ -197,10 +209,12 @@ def plan_forward(
     alignment allows in one access."""
     normed = residual_out if residual_out and round_residual else x
     pack = elements_per_pack(normed, traits)
+    compute = "float64" if x == "float64" else "float32"
+    held = compute if residual and not round_residual else normed
     shape = (
         _on_host(cols, pack)
         if traits.vendor == "host"
-        else _forward_on_gpu(rows, cols, pack, traits, residual is not None)
+        else _forward_on_gpu(rows, cols, pack, traits, residual is not None, held)
     )
     constants = Constants(
         cols=cols,
@@ -208,7 +222,7 @@ def plan_forward(
         wave=traits.wave,
         pack=pack,
         vector=pack if traits.vendor == "host" else min(vector, pack),
-        compute="float64" if x == "float64" else "float32",
+        compute=compute,
         x=x,
         y=y,
         residual=residual,
@@ -232,7 +246,7 @@ def plan_forward(
     return Plan("rmsnorm_fwd", constants, _limit_grid(blocks, threads, heads))
 
 
-def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool) -> dict:
+def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool, held: str) -> dict:
     # H200, bf16, µs at 256 MB a tensor and more, best of a search over threads, rows, residency and prefetch. Four
     # packs a thread (64 bytes of row) are the best at every width: 128×2 (threads × rows) 129 at 4096 columns where
     # 256×1 with two packs has 142; 256 threads 258 at 8192 (512: 323); 512 threads 257 at 16384 (1024: 361).
@@ -241,10 +255,10 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
         threads = _threads_for(row_packs, 1, traits.wave, 64)
     else:
         # AMD: 1024 threads have 128 registers each and no more, too few for the longest rows (clang 20 spills).
-        most = 512 if row_packs <= 8192 or traits.vendor == "amd" else 1024
-        threads = max(64, _threads_for(row_packs, 4, traits.wave, most))
+        most = 512 if row_packs <= 4096 or traits.vendor == "amd" else 1024
+        threads = max(64, _threads_for(row_packs, 2 if 128 < row_packs <= 256 else 4, traits.wave, most))
     packs = _ceil(row_packs, threads)
-    rows_per_block = _rows_for(threads, 128 if threads <= 64 else 256, traits.wave)
+    rows_per_block = _rows_for(threads, 128 if packs <= 2 else 256, traits.wave)
     block = threads * rows_per_block
     shape = {
         "threads_per_row": threads,
@@ -257,14 +271,14 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
     if packs <= 4:
         # From 8192 columns a block's registers are dear: the weight comes late, from L1. Few rows are worth a
         # persistent grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
-        early = threads < 256
         prefetch = rows <= 8 * traits.units and threads <= 256
+        early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
         if traits.vendor == "amd":
             resident = _forward_residency_on_amd(packs, prefetch, fused)
         elif threads > 256:
             resident = 1024
         else:
-            resident = 512 if prefetch or not early else 768 if fused else 1024
+            resident = 512 if prefetch or threads == 256 else 768 if fused else 1024
         tight = traits.vendor == "nvidia" and packs == 4 and resident == 1024  # 64 registers, and the values take 32
         return shape | {
             "kept": packs,
@@ -274,18 +288,22 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             "early_weight": early,
             "unpack_again": not early or tight,
         }
-    # Longer rows: keeping little and reading the rest from L2 lets two blocks overlap: 263 at 32768 columns with two of
-    # eight packs kept, 446 with all. The fused add has two inputs to read again, so it keeps all: 518 against 545.
-    if packs > 16 and traits.vendor == "amd":
-        kept, batch, blocks_per_unit = (8 if pack == 4 else 4), 4, 1  # other choices take up to 256 registers
-    elif threads == 512:
-        kept = min(packs, 8) if fused or packs > 8 else 2
-        batch = 4 if kept == 8 else 2
-        blocks_per_unit = 1 if kept == 8 else 2
+    # Longer rows. NVIDIA: what registers do not keep stays in shared memory: 260 and 275 µs at 65536 and 131072 columns,
+    # fused 529 and 533; read again from L2 264 and 329, fused 594 and 673. Up to 32768 columns two blocks overlap; the
+    # fused add does better with one that keeps its row in registers (519, not 523).
+    stashed = 0
+    if traits.vendor == "amd":
+        kept = (8 if pack == 4 else 4) if packs > 16 else min(packs, 8) if fused or packs > 8 else 2
+        batch, blocks_per_unit = (4, 1) if packs > 16 or kept == 8 else (2, 2)
+    elif fused and threads <= 512:
+        kept, batch, blocks_per_unit = packs, 4, 1
     else:
-        kept, batch, blocks_per_unit = (4, 1, 1) if fused else (2, 2 if pack == 8 else 1, 1)  # 714 and 340 at 131072
+        kept, batch, blocks_per_unit = (4, 2, 2) if threads <= 512 else (4, 2, 1) if fused else (4, 4, 1)
+        room = max(0, traits.shared_bytes // blocks_per_unit - 1024) // (threads * pack * SIZES[held])
+        stashed = min(_ceil(packs - kept, batch), room // batch) * batch
     return shape | {
         "kept": min(kept, packs),
+        "stashed": stashed,
         "batch": batch,
         "blocks_per_unit": blocks_per_unit,
         "early_weight": False,
@@ -320,7 +338,12 @@ def plan_backward(
     pack = elements_per_pack(x, traits)
     on_host = traits.vendor == "host"
     sums = need_dweight + need_dbias
-    shape = _on_host(cols, pack) if on_host else _backward_on_gpu(cols, pack, traits, sums, dresidual_out is not None)
+    compute = "float64" if x == "float64" else "float32"
+    shape = (
+        _on_host(cols, pack)
+        if on_host
+        else _backward_on_gpu(cols, x, SIZES[compute], traits, sums, need_dbias, dresidual_out is not None)
+    )
     tiles = shape.get("tiles", 1)
     common = Constants(
         cols=cols,
@@ -328,7 +351,7 @@ def plan_backward(
         wave=traits.wave,
         pack=pack,
         vector=pack if on_host else min(vector, pack),
-        compute="float64" if x == "float64" else "float32",
+        compute=compute,
         x=x,
         dout=dout,
         weight=weight,
@@ -368,15 +391,23 @@ def plan_backward(
     )
 
 
-def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: int, added: bool) -> dict:
+def _backward_on_gpu(cols: int, x: str, real_bytes: int, traits: Traits, sums: int, dbias: bool, added: bool) -> dict:
     # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two
-    # up to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 435; in two launches 624).
+    # up to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 400; in two launches 624).
+    amd = traits.vendor == "amd"
+    pack = elements_per_pack(x, traits)
     row_packs = _ceil(cols, pack)
-    tiles = 1 if row_packs <= 2048 else _ceil(row_packs, 1024)
+    # Five packs (of four elements eight) for each of 512 threads fit in registers where dweight's sums do not, too.
+    long = 2048 < row_packs <= {8: 2560, 4: 4096}.get(pack, 0) and not amd and not dbias
+    room = _ceil(row_packs, 512) * 512 * pack * real_bytes + 2048 <= traits.shared_bytes
+    in_shared = long and sums == 1 and room
+    tiles = 1 if row_packs <= 2048 or in_shared or (long and not sums) else _ceil(row_packs, 1024)
     tile_packs = _ceil(row_packs, tiles)
     # AMD: from 8192 columns 1024 threads, so that two packs a thread and the next row's stay in registers at any width.
-    most = 1024 if traits.vendor == "amd" and tiles == 1 else 512
-    threads = _threads_for(tile_packs, 1 if tile_packs <= 256 else 2, traits.wave, most)
+    # NVIDIA, float32: a pack is four elements, so that twice the threads share a row.
+    wide = pack == 4 and not amd and tile_packs <= 1024
+    most = 1024 if (amd and tiles == 1) or wide else 512
+    threads = _threads_for(tile_packs, 1 if tile_packs <= 256 or wide else 2, traits.wave, most)
     packs = _ceil(tile_packs, threads)
     rows_per_block = 1
     if threads <= 128 and tiles == 1:
@@ -385,15 +416,17 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: int, added: boo
         rows_per_block = _rows_for(threads, 256 if added else 512, traits.wave)
     block = threads * rows_per_block
     # Two packs with everything in registers take about 122 of them, 145 with a second gradient.
-    if traits.vendor == "amd":
+    if amd:
         # One pack takes 86, with a second gradient 96. Two take 149, so that 768 threads fit; if unpacked again 103.
         tight = packs == 2 and block >= (513 if added and tiles == 1 else 512)
         resident = 1024 if tight or (packs == 1 and added) else 1280 if packs == 1 else 768
         blocks_per_unit = max(1, resident // block)
+        unpack_again = packs > 2 or tight or (added and sums == 2)
     else:
         resident = {1: 768 if added else 1024, 2: 512}.get(packs, 512)
         blocks_per_unit = max(1, (resident + block // 2) // block)
         tight = packs == 2 and 65536 // (blocks_per_unit * block) < 120
+        unpack_again = packs > (3 if added or (x == "float16" and not sums) else 4) or tight
     return {
         "threads_per_row": threads,
         "rows_per_block": rows_per_block,
@@ -404,10 +437,11 @@ def _backward_on_gpu(cols: int, pack: int, traits: Traits, sums: int, added: boo
         "lanes": min(2, pack),
         "kept": packs,
         "interleaved": True,
-        "prefetch": (packs <= 2 and not (tight and added)) or not sums,
-        "unpack_again": packs > 2 or tight or (traits.vendor == "amd" and added and sums == 2),
-        "early_weight": packs <= 2,
+        "prefetch": (packs <= 2 and not (tight and added)) or (not sums and packs <= 4),
+        "unpack_again": unpack_again,
+        "early_weight": packs <= 2 and (pack != 4 or amd),  # float32 on an H200: 99.8 late, 109 early at 1024 columns
         "tiles": tiles,
+        "sums_in_shared": in_shared,
     }
 
 

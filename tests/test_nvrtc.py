@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rmsnorm_raw import compile_command
 from rmsnorm_raw.plan import Traits, plan_backward, plan_forward, plan_reduce
 from rmsnorm_raw.program import program
 
@@ -16,7 +17,7 @@ def backward(*arguments, **operands):
 
 
 def plans(arch):
-    traits = Traits("nvidia", arch, wave=32, units=132)
+    traits = compile_command.traits_of(arch)
     for cols in (5, 769, 1024, 4096, 16384, 131072):
         for dtype in ("float16", "bfloat16", "float32", "float64"):
             vector = 1 if cols in (5, 769) else 8

@@ -55,7 +55,8 @@ def traits(index: int) -> Traits:
         arch, vendor = properties["gcnArchName"].decode(), "amd"
     else:
         arch, vendor = f"sm_{properties['major']}{properties['minor']}", "nvidia"
-    return Traits(vendor, arch, wave=properties["warpSize"], units=properties["multiProcessorCount"])
+    shared = properties.get("sharedMemPerBlockOptin", 0) if vendor == "nvidia" else 0  # on ROCm CuPy cannot ask for it
+    return Traits(vendor, arch, properties["warpSize"], properties["multiProcessorCount"], shared)
 
 
 _compiled = Compiled()
@@ -131,8 +132,11 @@ def prepare(program: Program, blocks: int, elements: int, index: int) -> Callabl
     raw_launch = getattr(cupy.cuda.driver, "launchKernel", None)
     if raw_launch is None:  # not in CuPy's reference: it may go
         return _launch_by_cupy(kernel, program, blocks, threads, index)
+    shared = constants.shared_bytes
     with cupy.cuda.Device(index):
         function = kernel.kernel.ptr
+        if shared:
+            kernel.max_dynamic_shared_size_bytes = shared
     pack, places = _packer(program.arguments_format)
     current, guard = cupy.cuda.runtime.getDevice, cupy.cuda.Device
 
@@ -140,10 +144,10 @@ def prepare(program: Program, blocks: int, elements: int, index: int) -> Callabl
         buffer, pointers = _argument_buffer(places)
         pack(buffer, 0, *arguments)
         if current() == index:
-            raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+            raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, 0)
         else:
             with guard(index):
-                raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+                raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, 0)
 
     return launch
 
@@ -153,13 +157,16 @@ def _launch_by_cupy(
 ) -> Callable[[tuple, int], None]:
     """The same through RawKernel: Python integers pass as 8 bytes, the rest by type."""
     cupy = require_cupy()
-    real = np.float64 if program.constants.compute == "float64" else np.float32
+    constants = program.constants
+    real = np.float64 if constants.compute == "float64" else np.float32
     types = [{"P": int, "q": int, "i": np.int32, "r": real}[kind] for kind in SIGNATURES[program.kernel]]
 
     def launch(arguments: tuple, stream: int) -> None:
         typed = tuple(to(value) for to, value in zip(types, arguments, strict=True))
         with cupy.cuda.Device(index):
-            kernel((blocks,), (threads,), typed, stream=_Stream(stream))
+            if constants.shared_bytes:
+                kernel.max_dynamic_shared_size_bytes = constants.shared_bytes
+            kernel((blocks,), (threads,), typed, shared_mem=constants.shared_bytes, stream=_Stream(stream))
 
     return launch
 

@@ -31,7 +31,8 @@ DEVICES = {
     "gfx942": Traits("amd", "gfx942:sramecc+:xnack-", wave=64, units=304),
     "gfx950": Traits("amd", "gfx950:sramecc+:xnack-", wave=64, units=256),
     "gfx1100": Traits("amd", "gfx1100", wave=32, units=48),
-    "sm_90": Traits("nvidia", "sm_90", wave=32, units=132),
+    # Less shared memory than the card has, so that rows are kept there whole, in part and not at all.
+    "sm_90": Traits("nvidia", "sm_90", wave=32, units=132, shared_bytes=96 << 10),
 }
 WAVES = ("gfx942", "gfx1100", "sm_90")  # one of each text of wave_sum and width
 
