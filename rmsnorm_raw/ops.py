@@ -286,14 +286,18 @@ def _forward(
     out_dtype, residual_dtype, out, residual_out,
 ):  # fmt: skip
     """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
-    operands, given = (x, residual, weight, bias), (out, residual_out, None)
-    if type(eps) is float and eps >= 0 and type(weight_offset) is float:
-        options = (bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0)
-        signed = calls.signature(("forward", *options), operands, given, None)
-        if signed is not None and (checked := calls.find(*signed, given, None)) is not None:
-            return checked.run(signed[1], given, None, eps, weight_offset)
-    else:
-        signed = None
+    operands = (x, residual, weight, bias)
+    given = None if out is None and residual_out is None else (out, residual_out, None)
+    signature = None
+    if (eps is None or (type(eps) is float and eps >= 0)) and type(weight_offset) is float:
+        checked, pointers, signature = calls.find(
+            (
+                "forward", bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
+                residual is None, weight is None, bias is None, out is None, residual_out is None,
+            ), operands, given, None,
+        )  # fmt: skip
+        if checked is not None:
+            return checked.run(pointers, given, None, checked.eps if eps is None else eps, weight_offset)
 
     door = Door(x)
     added = residual is not None
@@ -339,11 +343,12 @@ def _forward(
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
     checked = _checked(door, wanted, shapes, 0, steps)
-    if signed is not None and door.can_be_remembered():
-        checked.spans = door.spans(operands, signed[1])
+    if signature is not None and door.can_be_remembered():
         # Each output may lie on the operand that it replaces, if it lies there element by element.
-        checked.in_place = tuple((i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i]))
-        calls.remember(signed[0], checked)
+        in_place = ((0, out, x), (1, residual_out, residual))
+        checked.eps = _check_eps(None, x_dtype)
+        checked.in_place = tuple((i, i) for i, result, operand in in_place if calls.same_layout(result, operand))
+        calls.remember(signature, checked, operands, pointers, given, None)
     pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
     _order_streams(door)
     return [door.finish(result) for result in checked.run(pointers, given, None, eps, weight_offset)]
@@ -355,13 +360,19 @@ def _backward(
 ):  # fmt: skip
     """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
     operands = (x, weight, dout, rstd, dresidual_out, bias)
-    signed = None
-    if type(weight_offset) is float and out is None:
-        options = (casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused, weight_offset != 0.0)
-        given = (None, None, None, None)
-        signed = calls.signature(("backward", *options), operands, given, workspace)
-        if signed is not None and (checked := calls.find(*signed, given, workspace)) is not None:
-            return _share(checked.run(signed[1][:5], given, workspace, 0.0, weight_offset), fused)
+    named = None if out is None else _in_order(out, fused, bias is not None)
+    given, merged = (None, 0) if named is None else _merge_gradients(named)
+    signature = None
+    if type(weight_offset) is float:
+        there = () if given is None else (merged, *[array is None for array in given])
+        checked, pointers, signature = calls.find(
+            (
+                "backward", casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused,
+                weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None, *there,
+            ), operands, given, workspace,
+        )  # fmt: skip
+        if checked is not None:
+            return _share(checked.run(pointers[:5], given, workspace, 0.0, weight_offset), fused)
 
     door = Door(x, "residual_out" if fused else "x")
     weight_rows = door.weight(weight, "weight") if weight is not None else ABSENT
@@ -379,17 +390,16 @@ def _backward(
     two_gradients = fused and need_dx and dresidual_dtype != dx_dtype
 
     names = ("dx", "dresidual", "dweight", "dbias")
-    arrays = _name_outputs(
-        out, [name for name in names if (fused or name != "dresidual") and (bias is not None or name != "dbias")]
-    )
-    if fused and need_dx and not two_gradients:
-        arrays = _one_gradient(arrays)
+    if named is not None and fused and need_dx and not two_gradients:
+        _require_one_gradient(named)
+    elif merged:
+        given, signature = named, None
     shapes = (door.shape, door.shape, _shape(weight_rows), _shape(bias_rows))
     dtypes = (dx_dtype, dresidual_dtype, weight_rows.dtype, weight_rows.dtype or bias_rows.dtype)
     needed = (need_dx, two_gradients, need_dweight, need_dbias)
-    given = tuple(arrays.get(name) for name in names)
     rows = []
-    for name, array, shape, dtype, need in zip(names, given, shapes, dtypes, needed, strict=True):
+    arrays = given or (None,) * 4
+    for name, array, shape, dtype, need in zip(names, arrays, shapes, dtypes, needed, strict=True):
         if array is not None and not need:
             raise ValueError(f"out has an array for {name}, which this call does not compute")
         is_sum = name in ("dweight", "dbias")
@@ -400,7 +410,7 @@ def _backward(
     if door.rows == 0:
         results = [
             door.zeros(array, shape, dtype) if need else None
-            for array, shape, dtype, need in zip(given, shapes, dtypes, needed, strict=True)
+            for array, shape, dtype, need in zip(arrays, shapes, dtypes, needed, strict=True)
         ]
         return _share([door.finish(result) for result in results], fused)
     traits = _traits(door)
@@ -419,9 +429,9 @@ def _backward(
     door.workspace(workspace, scratch_bytes)
     wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
     checked = _checked(door, wanted, shapes, scratch_bytes, steps)
-    if signed is not None and door.can_be_remembered():
-        checked.spans = door.spans(operands, signed[1])
-        calls.remember(signed[0], checked)
+    if signature is not None and door.can_be_remembered():
+        checked.in_place = tuple((i, 0) for i in (0, 1) if calls.same_layout(arrays[i], x))
+        calls.remember(signature, checked, operands, pointers, given, workspace)
     pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows))
     _order_streams(door)
     results = checked.run(pointers, given, workspace, 0.0, weight_offset)
@@ -500,7 +510,8 @@ def _checked(
         None if dtype is None else make(shape, dtype, door.device) for dtype, shape in zip(wanted, shapes, strict=True)
     )
     scratch = make((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    return calls.Checked(door.library, tuple(makers), scratch, ready, door.library.stream_getter(door.device))
+    stream = door.library.stream_getter(door.device)
+    return calls.Checked(door.library, index, *device.place(), tuple(makers), scratch, ready, stream)
 
 
 def _order_streams(door: Door) -> None:
@@ -579,42 +590,52 @@ def _tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else ()
 
 
-def _name_outputs(out: Any, names: list[str]) -> dict[str, Any]:
-    if out is None:
-        return {}
+def _in_order(out: Any, fused: bool, with_bias: bool) -> tuple[Any, ...]:
+    """The caller's outputs as (dx, dresidual, dweight, dbias)."""
+    names = ("dx", "dresidual", "dweight") if fused else ("dx", "dweight")
+    names = (*names, "dbias") if with_bias else names
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         raise TypeError(f"out must be the tuple ({', '.join(names)}), None for each that is to be allocated or skipped")
-    return dict(zip(names, out, strict=True))
+    dx, *others = out
+    return (dx, *(others if fused else (None, *others)), *(() if with_bias else (None,)))
 
 
-def _one_gradient(given: dict[str, Any]) -> dict[str, Any]:
-    """dx and dresidual are one array here: the caller may give it as either or as both."""
-    dx, dresidual = given.get("dx"), given.pop("dresidual", None)
+def _merge_gradients(named: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    """The outputs as they are where dx and dresidual are one array, which the caller may give as either (1) or as
+    both (2), and which of it was done."""
+    dx, dresidual, *sums = named
+    if dresidual is None or (dx is not None and dx is not dresidual):
+        return named, 0
+    return (dresidual, None, *sums), 1 if dx is None else 2
+
+
+def _require_one_gradient(named: tuple[Any, ...]) -> None:
+    dx, dresidual = named[:2]
     if dx is not None and dresidual is not None and dx is not dresidual:
         raise ValueError("out: dx and dresidual have one dtype and are one array; give the same array, or None for one")
-    return {**given, "dx": dx if dx is not None else dresidual} if given or dresidual is not None else given
 
 
 # ------------------------------------------------------------------------------------------------ torch's gradients
 
 
-def _needs_autograd(*operands: Any) -> bool:
+def _needs_autograd(x: Any, *others: Any) -> bool:
     """Whether autograd or torch.compile has to see this call. False without torch, and inside a Function."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     if torch.compiler.is_compiling():  # the compiler knows the operators, not the pointers behind them
-        return isinstance(operands[0], torch.Tensor)
+        return isinstance(x, torch.Tensor)
     if not torch.is_grad_enabled():
         return False
-    needs = False
-    for operand in operands:  # a loop: any() with a generator takes three times as long
-        if operand is not None and isinstance(operand, torch.Tensor) and operand.requires_grad:
+    tensor = torch.Tensor
+    needs = isinstance(x, tensor) and x.requires_grad
+    for other in others:  # a loop: any() with a generator takes three times as long
+        if other is not None and isinstance(other, tensor) and other.requires_grad:
             needs = True
             break
-    if needs and not isinstance(operands[0], torch.Tensor):
+    if needs and not isinstance(x, tensor):
         raise RuntimeError(
-            f"x is a {type(operands[0]).__module__} array, but another operand is a torch tensor that requires a "
+            f"x is a {type(x).__module__} array, but another operand is a torch tensor that requires a "
             "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
         )
     return needs

@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import shutil
 import struct
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -134,18 +133,30 @@ def prepare(program: Program, blocks: int, elements: int, index: int) -> Callabl
     with cupy.cuda.Device(index):
         function = kernel.kernel.ptr
     pack, places = _packer(program.arguments_format)
-    current, guard = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+    current = cupy.cuda.runtime.getDevice
+    # The driver reads the arguments while the GIL is released: a buffer belongs to one thread until it has returned.
+    buffers: list[tuple[Any, int, Any]] = []
 
     def launch(arguments: tuple, stream: int, kernel: Any = kernel) -> None:  # kernel: its module stays loaded
-        buffer, pointers = _argument_buffer(places)
-        pack(buffer, 0, *arguments)
+        try:
+            mine = buffers.pop()
+        except IndexError:
+            mine = _argument_buffer(places)
+        pack(mine[0], 0, *arguments)
         if current() == index:
-            raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+            raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, mine[1], 0)
         else:
-            with guard(index):
-                raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, 0)
+            with cupy.cuda.Device(index):
+                raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, mine[1], 0)
+        buffers.append(mine)
 
     return launch
+
+
+def place() -> tuple[Callable[[], int], Callable[[int], Any]]:
+    """What tells the current device, and a context that makes another one current."""
+    cupy = require_cupy()
+    return cupy.cuda.runtime.getDevice, cupy.cuda.Device
 
 
 def _launch_by_cupy(
@@ -181,19 +192,12 @@ def _packer(arguments_format: str) -> tuple[Any, tuple[int, ...]]:
     return struct.Struct(arguments_format).pack_into, places
 
 
-_buffers = threading.local()  # the driver reads the arguments while the GIL is released: one buffer for each thread
-
-
-def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int]:
-    """This thread's buffer for arguments that begin at `places`, and the address of its table of pointers to them."""
-    known: dict[Any, Any] = _buffers.__dict__
-    found = known.get(places)
-    if found is None:
-        buffer = ctypes.create_string_buffer(256)
-        base = ctypes.addressof(buffer)
-        table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
-        found = known[places] = (buffer, ctypes.addressof(table), table)
-    return found[0], found[1]
+def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int, Any]:
+    """A buffer for arguments that begin at `places`, the address of a table of pointers to them, and the table."""
+    buffer = ctypes.create_string_buffer(256)
+    base = ctypes.addressof(buffer)
+    table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+    return buffer, ctypes.addressof(table), table
 
 
 def order(before: int, after: int, index: int) -> None:
