@@ -87,16 +87,13 @@ def _register() -> None:
 
 _register()
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def _has_memory(*operands: Any) -> bool:
     """Whether a call may go to the kernels at once, without torch's dispatcher, which takes 5 µs and more each way.
     Compilers' stand-ins and subclasses with a dispatch of their own may not."""
-    for operand in operands:
-        if type(operand) not in _PLAIN:
-            return False
-    return not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, operands))
 
 
 def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):

@@ -1,195 +1,235 @@
-"""Checked calls: what is left of a call once door and plan are done, and how the next one like it goes straight there.
+"""Recorded calls: what is left of a call once door and plan are done, and how the next one like it goes straight there.
 
-Knows: which properties of operands decide that a call is valid and what it launches; those make its signature.
-Must not: decide what is valid. A call without a known signature takes the long way, which also gives the messages.
+Knows: which properties of its arrays decide that a call is valid and what it launches, and how little has to be done
+for the next call that has them. At decode sizes every line of Python counts, so that little is written out as a
+function of its own for each call that has passed the door: `run` does the work, `recall` looks whether it may.
+Must not: decide what is valid. A call that nobody recalls takes the long way, which also gives the messages.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
-from .libraries import known_library_of
+from .libraries import Library, known_library_of
 
-# Pointers of the operands, of the results, of the scratch; eps; weight_offset -> the arguments of one launch.
-Arguments = Callable[[tuple, list, int, float, float], tuple]
+# One argument of a launch: an integer, the name of a value (p0…: pointers of the operands; q0…: of the results; eps;
+# offset), or an offset into the scratch.
+Argument = int | str | tuple[str, int]
+Step = tuple[Callable[[tuple, int], None], Sequence[Argument]]
 
 
 @dataclass(slots=True)
-class Checked:
+class Call:
     """A call that has passed the door, compiled: to allocate, fill in pointers and launch is all that is left."""
 
-    library: Any
+    library: Library
     index: int  # of the device
-    current: Callable[[], int]  # the index of the device that is current in this thread
-    switch: Callable[[int], Any]  # a context in which another one is
-    makers: tuple[Callable[[], Any] | None, ...]  # of each result, None where it is not wanted
+    place: tuple[Callable[[], int], Callable[[int], Any]] | None  # tells and switches the current device, if several
+    makers: Sequence[Callable[[], Any] | None]  # of each result, None where it is not wanted
     make_scratch: Callable[[], Any] | None
-    steps: tuple[tuple[Callable[[tuple, int], None], Arguments], ...]
+    steps: Sequence[Step]
     stream: Callable[[], int]
+    operands: tuple[Any, ...]
+    given: tuple[Any, ...]  # the caller's arrays for the results, then the scratch; None where there is none
+    share: bool = False  # the first result is also the second
+    in_place: Sequence[tuple[int, int]] = ()  # (result, operand) that may lie on one another exactly
     eps: float = 0.0  # what None means
-    spans: tuple[tuple[int, int] | None, ...] = ()  # bytes before and behind each operand's pointer
-    in_place: tuple[tuple[int, int], ...] = ()  # (result, operand) that may lie on one another exactly
-    guard: Callable[..., bool] | None = None  # whether other arrays have these ones' properties, if one call can tell
 
-    def run(self, pointers: Any, given: tuple | None, workspace: Any, eps: float, weight_offset: float) -> list[Any]:
-        """The results in order, None where not wanted. `given`: the caller's arrays for them, None where there is none;
-        None where there are none at all."""
-        if self.current() != self.index:
-            with self.switch(self.index):
-                return self.run(pointers, given, workspace, eps, weight_offset)
-        pointer_of = self.library.pointer
-        results: list[Any] = []
-        at: list[int] = []
-        for make in self.makers:
-            if make is None:
-                results.append(None)
-                at.append(0)
+    def run(self, pointers: Sequence[int], given: Sequence[Any], eps: float, weight_offset: float) -> tuple[Any, ...]:
+        """The results in order, None where not wanted."""
+        space: dict[str, Any] = {}
+        text = f"def run({self._parameters('p')}):\n" + "\n".join(self._body(space))
+        exec(_compiled(text), space)
+        return space["run"](*pointers, *given, eps, weight_offset)
+
+    def recall(self) -> Callable[..., tuple[Any, ...] | None]:
+        """A function of operands, given arrays, eps and weight_offset: the results, or None for a call not like this."""
+        space: dict[str, Any] = {"EPS": self.eps}
+        body = self._body(space)
+        lines = [
+            f"def run({self._parameters('p')}):", *body,
+            f"def recall({self._parameters('o')}):", *self._conditions(space),
+            "    if eps is None: eps = EPS", *body,
+        ]  # fmt: skip
+        exec(_compiled("\n".join(lines)), space)
+        return space["recall"]
+
+    def _parameters(self, first: str) -> str:
+        names = [f"{first}{i}" for i in range(len(self.operands))]
+        return ", ".join([*names, *self._given_names(), "eps", "offset"])
+
+    def _given_names(self) -> list[str]:
+        return [f"g{i}" for i in range(len(self.makers))] + ["workspace"]
+
+    def _body(self, space: dict[str, Any]) -> list[str]:
+        """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text."""
+        lines = []
+        if self.place is not None:
+            space["current"], space["switch"], space["index"] = *self.place, self.index
+            lines += [
+                "    if current() != index:",
+                f"        with switch(index): return run({self._parameters('p')})",
+            ]
+        results, values = [], {f"p{i}": "0" for i, obj in enumerate(self.operands) if obj is None}
+        for i, make in enumerate(self.makers):
+            results.append("None" if make is None else f"r{i}")
+            values[f"q{i}"] = "0" if make is None else f"q{i}"
+            if make is not None:
+                space[f"make{i}"] = make
+                source = f"make{i}()" if self.given[i] is None else f"g{i}"
+                lines += [f"    r{i} = {source}", f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
+        if self.make_scratch is None:
+            values["start"] = "0"
+        else:
+            space["make_scratch"] = self.make_scratch
+            workspace = self.given[-1]
+            library = self.library if workspace is None else known_library_of(workspace)
+            # A name of its own keeps fresh scratch alive until the launches that use it are in its stream.
+            lines += [f"    scratch = {'make_scratch()' if workspace is None else 'workspace'}"]
+            lines += [f"    start = {library.pointer_text('scratch')}"]
+        space["stream"] = self.stream
+        lines += ["    here = stream()"]
+        for number, (launch, arguments) in enumerate(self.steps):
+            space[f"launch{number}"] = launch
+            texts = [_argument(argument, values, space) for argument in arguments]
+            lines += [f"    launch{number}(({', '.join(texts)}), here)"]
+        for name, obj in zip(self._given_names(), self.given, strict=True):
+            if obj is not None and type(known_library_of(obj)).written is not Library.written:
+                space[f"written_{name}"] = known_library_of(obj).written
+                lines += [f"    written_{name}({name})"]
+        if self.share:
+            results[1] = results[0]
+        return [*lines, f"    return {', '.join(results)}"]
+
+    def _conditions(self, space: dict[str, Any]) -> list[str]:
+        """What makes another call one like this: its arrays' properties, their alignment, and what lies on what."""
+        names = [f"o{i}" for i in range(len(self.operands))] + self._given_names()
+        arrays = [*self.operands, *self.given]
+        there = [(name, obj) for name, obj in zip(names, arrays, strict=True) if obj is not None]
+        conditions = [
+            library.guard_text([(n, obj, n[0] != "o") for n, obj in there if known_library_of(obj) is library], space)
+            for library in dict.fromkeys(known_library_of(obj) for _, obj in there)
+        ]
+        lines = [f"    if not ({' and '.join(conditions)}): return"]
+        address: dict[str, str] = {}  # the variable with an array's pointer
+        pointers: list[int] = []
+        for name, obj in there:
+            library = known_library_of(obj)
+            address[name] = f"p{name[1:]}" if name[0] == "o" else f"at_{name}"
+            pointers.append(library.pointer(obj))
+            lines += [f"    {address[name]} = {library.pointer_text(name)}"]
+        # Alignment decides how wide the kernels' accesses are.
+        if any(pointer & 15 for pointer in pointers):
+            pairs = zip(address.values(), pointers, strict=True)
+            lines += [f"    if {' or '.join(f'{a} & 15 != {p & 15}' for a, p in pairs)}: return"]
+        else:
+            lines += [f"    if ({' | '.join(address.values())}) & 15: return"]
+        extents = {
+            name: tuple(edge - pointer for edge in known_library_of(obj).extent(obj))
+            for (name, obj), pointer in zip(there, pointers, strict=True)
+        }
+        allowed = {(f"g{result}", f"o{operand}") for result, operand in self.in_place}
+        for position, (name, _) in enumerate(there):
+            if name[0] == "o":
                 continue
-            array = None if given is None else given[len(at)]
-            if array is None:
-                array = make()
-            results.append(array)
-            at.append(pointer_of(array))
-        scratch, start = None, 0
-        if self.make_scratch is not None:
-            scratch = self.make_scratch() if workspace is None else workspace
-            start = known_library_of(scratch).pointer(scratch)
-        stream = self.stream()
-        for launch, arguments in self.steps:
-            launch(arguments(pointers, at, start, eps, weight_offset), stream)
-        if given is not None or workspace is not None:
-            for array in (*(given or ()), workspace):
-                if array is not None:
-                    known_library_of(array).written(array)
-        del scratch  # alive until the launches that use it are in its stream
-        return results
+            for other, _ in there[:position]:
+                low = _constant(extents[other][0] - extents[name][1], space)
+                high = _constant(extents[other][1] - extents[name][0], space)
+                apart = f"{low} < {address[name]} - {address[other]} < {high}"
+                same = f" and {address[name]} != {address[other]}" if (name, other) in allowed else ""
+                lines += [f"    if {apart}{same}: return"]
+        return lines
 
 
-# By signature, the checked call; by options alone, the latest of those that a guard recognises without a signature.
+def _argument(argument: Argument, values: dict[str, str], space: dict[str, Any]) -> str:
+    if isinstance(argument, str):
+        return values.get(argument, argument)
+    if isinstance(argument, tuple):
+        return f"{values.get(argument[0], argument[0])} + {_constant(argument[1], space)}"
+    return _constant(argument, space)
+
+
+def _constant(value: int, space: dict[str, Any]) -> str:
+    name = f"k{len(space)}"
+    space[name] = value
+    return name
+
+
+@lru_cache(maxsize=512)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<rmsnorm_raw call>", "exec")
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+# By signature, a call's `recall`; by options alone, the latest of these.
 _KNOWN: dict[tuple, Any] = {}
 _MOST = 4096
 _LATEST = 4
 
 # How an operand's properties are read, by its exact type.
-_SIGNATURES: dict[type, Callable[[Any], tuple[tuple, int]]] = {type(None): lambda obj: ((), 0)}
+_SIGNATURES: dict[type, Callable[[Any], tuple]] = {type(None): lambda obj: ()}
 
 
-def _reader_of(obj: Any) -> Callable[[Any], tuple[tuple, int]]:
+def recall(options: tuple, arguments: tuple, operands: int) -> tuple[tuple[Any, ...] | None, tuple | None]:
+    """(the results of a call like a recorded one, None), or (None, the signature to record it by).
+
+    `options` are what decides beside arrays, and which arrays are there; `arguments` those of a `Call.recall`, of which
+    the first are the operands. Without a signature only the long way is left.
+    """
+    try:
+        latest = _KNOWN.get(options)
+    except TypeError:  # an option that cannot be a key
+        return None, None
+    if latest is not None:
+        for call in latest:
+            results = call(*arguments)
+            if results is not None:
+                return results, None
+    try:
+        signature = _signature(options, arguments, operands)
+    except Exception:  # sparse, fake, of no library: the long way says what is wrong, if anything is
+        return None, None
+    call = _KNOWN.get(signature)
+    if call is None:
+        return None, signature
+    _put_first(options, call)
+    return call(*arguments), signature
+
+
+def remember(signature: tuple, call: Call) -> None:
+    """Keeps a call for all others of its signature."""
+    if len(_KNOWN) >= _MOST:
+        _KNOWN.clear()
+    _KNOWN[signature] = recall = call.recall()
+    _put_first(signature[0], recall)
+
+
+def _signature(options: tuple, arguments: tuple, operands: int) -> tuple:
+    key: list[Any] = [options]
+    for obj in arguments[:operands]:
+        key.append((_SIGNATURES.get(type(obj)) or _reader_of(obj))(obj))
+    for obj in arguments[operands:-2]:
+        key.append(None if obj is None else known_library_of(obj).signature_of_output(obj))
+    return tuple(key)
+
+
+def _reader_of(obj: Any) -> Callable[[Any], tuple]:
     reader = _SIGNATURES[type(obj)] = known_library_of(obj).signature
     return reader
 
 
-def find(options: tuple, operands: tuple, given: tuple | None, workspace: Any) -> tuple[Checked | None, Any, Any]:
-    """(the checked call of this signature, the operands' pointers, the signature if it was made).
-
-    `options` say also which of the arrays are there. No call comes back where none is known, or where the caller's
-    results lie on other arrays in a way that has to be looked at. No signature: only the long way is left.
-    """
-    try:
-        latest = _KNOWN.get(options)
-        if latest is not None:
-            found = _find_by_guard(latest, operands, given, workspace)
-            if found is not None:
-                return *found, None
-        key, pointers = _signature(options, operands, given, workspace)
-        checked = _KNOWN.get(key)
-    except Exception:  # sparse, fake, of no library, no key: the long way says what is wrong, if anything is
-        return None, (), None
-    if checked is None:
-        return None, pointers, key
-    if checked.guard is not None:
-        _put_first(options, checked)
-    if (given is None and workspace is None) or _apart(checked, pointers, given, workspace):
-        return checked, pointers, key
-    return None, pointers, key
-
-
-def _find_by_guard(
-    latest: tuple[Checked, ...], operands: tuple, given: tuple | None, workspace: Any
-) -> tuple[Checked, list[int]] | None:
-    arrays = [obj for obj in operands if obj is not None]
-    own = given is not None or workspace is not None
-    if own:
-        arrays += [obj for obj in (*(given or ()), workspace) if obj is not None]
-    for checked in latest:
-        if checked.guard(*arrays):  # pyright: ignore[reportOptionalCall]
-            break
-    else:
-        return None
-    # What a guard does not see: the addresses. They decide the width of accesses, and what lies on what.
-    pointer_of = checked.library.pointer
-    pointers = [0 if obj is None else pointer_of(obj) for obj in operands]
-    bits = 0
-    for pointer in map(pointer_of, arrays) if own else pointers:
-        bits |= pointer
-    if bits & 15 or (own and not _apart(checked, pointers, given, workspace)):
-        return None
-    return checked, pointers
-
-
-def _signature(options: tuple, operands: tuple, given: tuple | None, workspace: Any) -> tuple[tuple, tuple]:
-    key: list[Any] = [options]
-    pointers = []
-    for obj in operands:
-        traits, pointer = (_SIGNATURES.get(type(obj)) or _reader_of(obj))(obj)
-        key.append(traits)
-        pointers.append(pointer)
-    if given is not None or workspace is not None:
-        for obj in (*(given or ()), workspace):
-            key.append(None if obj is None else known_library_of(obj).signature_of_output(obj))
-    return tuple(key), tuple(pointers)
-
-
-def remember(
-    key: tuple, checked: Checked, operands: tuple, pointers: tuple, given: tuple | None, workspace: Any
-) -> None:
-    """Keeps a checked call for all others of its signature."""
-    arrays = [obj for obj in (*operands, *(given or ()), workspace) if obj is not None]
-    if not any(known_library_of(obj).pointer(obj) & 15 for obj in arrays):
-        checked.guard = checked.library.guard(arrays)
-    checked.spans = _spans(operands, pointers)
-    if len(_KNOWN) >= _MOST:
-        _KNOWN.clear()
-    _KNOWN[key] = checked
-    if checked.guard is not None:
-        _put_first(key[0], checked)
-
-
-def _put_first(options: tuple, checked: Checked) -> None:
-    _KNOWN[options] = (checked, *[other for other in _KNOWN.get(options, ()) if other is not checked][: _LATEST - 1])
+def _put_first(options: tuple, call: Callable) -> None:
+    _KNOWN[options] = (call, *[other for other in _KNOWN.get(options, ()) if other is not call][: _LATEST - 1])
 
 
 def same_layout(given: Any, operand: Any) -> bool:
     """Whether two arrays have their elements at the same places from their pointers on."""
     if given is None or operand is None:
         return False
-    (a, _), (b, _) = (known_library_of(obj).signature(obj) for obj in (given, operand))
+    a, b = (known_library_of(obj).signature(obj) for obj in (given, operand))
     return a[1:4] == b[1:4]  # shape, strides, dtype
-
-
-def _spans(operands: tuple, pointers: tuple) -> tuple[tuple[int, int] | None, ...]:
-    """The bytes of each operand relative to its pointer."""
-    extents = (None if obj is None else known_library_of(obj).extent(obj) for obj in operands)
-    return tuple(
-        None if extent is None else (extent[0] - pointer, extent[1] - pointer)
-        for extent, pointer in zip(extents, pointers, strict=True)
-    )
-
-
-def _apart(checked: Checked, pointers: Any, given: tuple | None, workspace: Any) -> bool:
-    """Whether every given result is disjoint from all else, or exactly in place where that is allowed."""
-    written = [(index, known_library_of(obj).extent(obj)) for index, obj in enumerate(given or ()) if obj is not None]
-    if workspace is not None:
-        written.append((-1, known_library_of(workspace).extent(workspace)))
-    for position, (index, (low, high)) in enumerate(written):
-        for operand, span in enumerate(checked.spans):
-            if span is None or low >= pointers[operand] + span[1] or high <= pointers[operand] + span[0]:
-                continue
-            if low != pointers[operand] or (index, operand) not in checked.in_place:
-                return False
-        if any(low < other_high and other_low < high for _, (other_low, other_high) in written[:position]):
-            return False
-    return True

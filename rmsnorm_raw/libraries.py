@@ -49,7 +49,54 @@ class Array:
         return math.prod(self.shape)
 
 
-class NumpyLibrary:
+class Library:
+    """What is alike in the libraries whose arrays are looked at directly."""
+
+    name = ""
+
+    def view(self, obj: Any, name: str) -> Array:
+        raise NotImplementedError
+
+    def signature(self, obj: Any) -> tuple:
+        """What decides about an operand; type, shape, strides, dtype come first."""
+        raise NotImplementedError
+
+    def signature_of_output(self, obj: Any) -> tuple:
+        return self.signature(obj)
+
+    def pointer(self, obj: Any) -> int:
+        raise NotImplementedError
+
+    def pointer_text(self, name: str) -> str:
+        """`pointer` of the variable `name`, as an expression."""
+        raise NotImplementedError
+
+    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
+        """An expression that is true where the variables named hold arrays of the same properties as these (their
+        addresses aside). Each comes with whether it is written to. What the expression needs goes into `space`."""
+        raise NotImplementedError
+
+    def extent(self, obj: Any) -> tuple[int, int]:
+        """The first byte and the one behind the last."""
+        raise NotImplementedError
+
+    def written(self, owner: Any) -> None:
+        """Tells the library that an array of its own was written to."""
+
+    def memory(self, device: Device) -> Library:
+        """The library whose arrays results on that device are, until they are handed back."""
+        return self
+
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+        """A function that makes a fresh array, on the device that is current where there are several."""
+        raise NotImplementedError
+
+    def stream_getter(self, device: Device) -> Callable[[], int]:
+        """A function that tells the current stream, while that device is the current one."""
+        raise NotImplementedError
+
+
+class NumpyLibrary(Library):
     name = "NumPy"
 
     def view(self, obj: Any, name: str) -> Array:
@@ -66,16 +113,18 @@ class NumpyLibrary:
         strides = tuple(s // size for s in obj.strides)
         return Array(obj.ctypes.data, obj.shape, strides, obj.dtype.name, HOST, self, obj, copied_from)
 
-    def signature(self, obj: Any) -> tuple[tuple, int]:
-        pointer = obj.__array_interface__["data"][0]
-        return (type(obj), obj.shape, obj.strides, obj.dtype, pointer & 15), pointer
+    def signature(self, obj: Any) -> tuple:
+        return type(obj), obj.shape, obj.strides, obj.dtype, self.pointer(obj) & 15
 
     def signature_of_output(self, obj: Any) -> tuple:
-        pointer = self.pointer(obj)
-        return type(obj), obj.shape, obj.strides, obj.dtype, pointer & 15, obj.flags.writeable
+        return *self.signature(obj), obj.flags.writeable
 
-    def guard(self, arrays: list[Any]) -> Callable[..., bool] | None:
-        return None
+    def pointer_text(self, name: str) -> str:
+        return f"{name}.__array_interface__['data'][0]"
+
+    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
+        terms = [_compare(name, obj, ("shape", "strides", "dtype"), space) for name, obj, _ in arrays]
+        return " and ".join(terms + [f"{name}.flags.writeable" for name, _, written in arrays if written])
 
     def pointer(self, obj: Any) -> int:
         return obj.__array_interface__["data"][0]
@@ -96,9 +145,6 @@ class NumpyLibrary:
         if not owner.flags.writeable:
             raise ValueError(f"{name} is read-only; pass a writable array")
 
-    def written(self, owner: Any) -> None:
-        pass
-
     def stream(self, device: Device) -> int:
         return 0
 
@@ -109,7 +155,7 @@ class NumpyLibrary:
         return owner
 
 
-class CupyLibrary:
+class CupyLibrary(Library):
     name = "CuPy"
 
     def view(self, obj: Any, name: str) -> Array:
@@ -118,16 +164,17 @@ class CupyLibrary:
         device = Device("gpu", obj.device.id)
         return Array(obj.data.ptr, obj.shape, strides, obj.dtype.name, device, self, obj)
 
-    def signature(self, obj: Any) -> tuple[tuple, int]:
+    def signature(self, obj: Any) -> tuple:
         memory = obj.data
-        pointer = memory.ptr
-        return (type(obj), obj.shape, obj.strides, obj.dtype, memory.device_id, pointer & 15), pointer
+        return type(obj), obj.shape, obj.strides, obj.dtype, memory.device_id, memory.ptr & 15
 
-    def signature_of_output(self, obj: Any) -> tuple:
-        return self.signature(obj)[0]
+    def pointer_text(self, name: str) -> str:
+        return f"{name}.data.ptr"
 
-    def guard(self, arrays: list[Any]) -> Callable[..., bool] | None:
-        return None
+    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
+        return " and ".join(
+            _compare(name, obj, ("shape", "strides", "dtype", "data.device_id"), space) for name, obj, _ in arrays
+        )
 
     def pointer(self, obj: Any) -> int:
         return obj.data.ptr
@@ -153,9 +200,6 @@ class CupyLibrary:
     def refuse_to_write(self, owner: Any, name: str) -> None:
         pass
 
-    def written(self, owner: Any) -> None:
-        pass
-
     def stream(self, device: Device) -> int:
         import cupy
 
@@ -172,7 +216,7 @@ class CupyLibrary:
         return owner
 
 
-class TorchLibrary:
+class TorchLibrary(Library):
     name = "torch"
 
     def view(self, obj: Any, name: str) -> Array:
@@ -191,31 +235,32 @@ class TorchLibrary:
         dtype = str(obj.dtype).removeprefix("torch.")
         return Array(obj.data_ptr(), tuple(obj.shape), obj.stride(), dtype, device, self, obj)
 
-    def signature(self, obj: Any) -> tuple[tuple, int]:
-        pointer = obj.data_ptr()
-        return (type(obj), obj.shape, obj.stride(), obj.dtype, obj.device, pointer & 15, obj.is_neg()), pointer
+    def signature(self, obj: Any) -> tuple:
+        return type(obj), obj.shape, obj.stride(), obj.dtype, obj.device, obj.data_ptr() & 15, obj.is_neg()
 
     def signature_of_output(self, obj: Any) -> tuple:
         import torch
 
-        lost = obj.requires_grad and torch.is_grad_enabled()
-        return (*self.signature(obj)[0], lost)
+        return *self.signature(obj), obj.requires_grad and torch.is_grad_enabled()
 
-    def guard(self, arrays: list[Any]) -> Callable[..., bool] | None:
-        """torch.compile's own guard, which compares types, dtypes, devices, shapes, strides and dispatch keys of all
-        tensors in a quarter of the time of their signatures. It is not public, so it may go; None then."""
+    def pointer_text(self, name: str) -> str:
+        return f"{name}.data_ptr()"
+
+    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
+        """torch.compile's own guard compares types, dtypes, devices, shapes, strides and dispatch keys of all tensors in
+        a fifth of the time that their attributes take. It is not public: where it is not as expected, these."""
         import torch
 
-        try:
-            like = [obj.detach() for obj in arrays]  # it counts a tensor that needs a gradient as another
-            like = [
-                torch.nn.Parameter(twin, requires_grad=False) if type(obj) is torch.nn.Parameter else twin
-                for obj, twin in zip(arrays, like, strict=True)
-            ]
-            guards = torch._C._dynamo.guards.TensorGuards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            return guards.check if guards.check(*like) else None
-        except Exception:
-            return None
+        check = _tensor_guard(torch, [obj for _, obj, _ in arrays])
+        if check is not None:
+            space["check"] = check
+            return f"check({', '.join(name for name, _, _ in arrays)})"
+        space["in_grad_mode"] = torch.is_grad_enabled
+        terms = []
+        for name, obj, written in arrays:
+            terms += [_compare(name, obj, ("shape", "stride()", "dtype", "device", "is_neg()"), space)]
+            terms += [f"not ({name}.requires_grad and in_grad_mode())"] if written else []
+        return " and ".join(terms)
 
     def pointer(self, obj: Any) -> int:
         return obj.data_ptr()
@@ -280,7 +325,7 @@ class TorchLibrary:
         return "cpu" if device.kind == "host" else f"cuda:{device.index}"
 
 
-class ExchangeLibrary:
+class ExchangeLibrary(Library):
     """Any other library: operands come in by __dlpack__ as NumPy or CuPy memory, results go back by its from_dlpack."""
 
     name = "DLPack"
@@ -295,7 +340,7 @@ class ExchangeLibrary:
         return array
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
-        return self._inner(like.device).zeros(shape, dtype, like)
+        return self.memory(like.device).zeros(shape, dtype, like)
 
     def contiguous(self, owner: Any) -> Any:
         return (_NUMPY if isinstance(owner, np.ndarray) else _CUPY).contiguous(owner)
@@ -303,20 +348,8 @@ class ExchangeLibrary:
     def refuse_to_write(self, owner: Any, name: str) -> None:
         raise ValueError(f"{name} is read-only: only NumPy, CuPy and torch arrays are written in place")
 
-    def written(self, owner: Any) -> None:
-        pass
-
     def stream(self, device: Device) -> int:
-        return self._inner(device).stream(device)
-
-    def stream_getter(self, device: Device) -> Callable[[], int]:
-        return partial(self.stream, device)
-
-    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
-        return self._inner(device).maker(shape, dtype, device)
-
-    def pointer(self, obj: Any) -> int:
-        return (_NUMPY if isinstance(obj, np.ndarray) else _CUPY).pointer(obj)
+        return self.memory(device).stream(device)
 
     def finish(self, owner: Any) -> Any:
         if self.from_dlpack is None:
@@ -325,8 +358,7 @@ class ExchangeLibrary:
             return self.from_dlpack(owner.view(np.uint16)).view(owner.dtype)
         return self.from_dlpack(owner)
 
-    @staticmethod
-    def _inner(device: Device) -> Any:
+    def memory(self, device: Device) -> Any:
         return _NUMPY if device.kind == "host" else _CUPY
 
 
@@ -336,6 +368,33 @@ _BY_ROOT = {"numpy": _NUMPY, "cupy": _CUPY, "torch": _TORCH}
 
 def _no_stream() -> int:
     return 0
+
+
+def _compare(name: str, obj: Any, attributes: tuple[str, ...], space: dict[str, Any]) -> str:
+    """An expression that compares the type and attributes of the variable `name` with those of `obj`."""
+    space[f"{name}_type"] = type(obj)
+    terms = [f"type({name}) is {name}_type"]
+    for number, attribute in enumerate(attributes):
+        value = obj
+        for part in attribute.split("."):
+            value = getattr(value, part.removesuffix("()"))
+        space[f"{name}_{number}"] = value() if attribute.endswith("()") else value
+        terms.append(f"{name}.{attribute} == {name}_{number}")
+    return " and ".join(terms)
+
+
+def _tensor_guard(torch: Any, tensors: list[Any]) -> Callable[..., bool] | None:
+    try:
+        like = [tensor.detach() for tensor in tensors]  # it takes one that needs a gradient for another
+        like = [
+            torch.nn.Parameter(twin, requires_grad=False) if type(tensor) is torch.nn.Parameter else twin
+            for tensor, twin in zip(tensors, like, strict=True)
+        ]
+        guards = torch._C._dynamo.guards.TensorGuards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        with torch.no_grad():
+            return guards.check if guards.check(*tensors) else None
+    except Exception:
+        return None
 
 
 def _extent(pointer: int, shape: Any, strides: Any, size: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from . import calls
@@ -55,9 +56,7 @@ def rmsnorm(
     """
     if _needs_autograd(x, weight, bias):
         _refuse_out(out=out)
-        from . import autograd
-
-        return autograd.rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
+        return (_autograd or _load_autograd()).rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
     return _forward(x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None)[0]
 
 
@@ -96,9 +95,7 @@ def fused_add_rmsnorm(
     _require_residual(residual)
     if _needs_autograd(x, residual, weight, bias):
         _refuse_out(out=out, residual_out=residual_out)
-        from . import autograd
-
-        return autograd.fused_add_rmsnorm(
+        return (_autograd or _load_autograd()).fused_add_rmsnorm(
             x,
             residual,
             weight,
@@ -286,18 +283,15 @@ def _forward(
     out_dtype, residual_dtype, out, residual_out,
 ):  # fmt: skip
     """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
-    operands = (x, residual, weight, bias)
-    given = None if out is None and residual_out is None else (out, residual_out, None)
-    signature = None
+    operands, given, signature = (x, residual, weight, bias), (out, residual_out, None, None), None
     if (eps is None or (type(eps) is float and eps >= 0)) and type(weight_offset) is float:
-        checked, pointers, signature = calls.find(
-            (
-                "forward", bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
-                residual is None, weight is None, bias is None, out is None, residual_out is None,
-            ), operands, given, None,
+        options = (
+            "forward", bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
+            residual is None, weight is None, bias is None, out is None, residual_out is None,
         )  # fmt: skip
-        if checked is not None:
-            return checked.run(pointers, given, None, checked.eps if eps is None else eps, weight_offset)
+        results, signature = calls.recall(options, (*operands, *given, eps, weight_offset), 4)
+        if results is not None:
+            return results
 
     door = Door(x)
     added = residual is not None
@@ -335,23 +329,19 @@ def _forward(
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
         sizes = (door.rows, door.x_rows.pitch, residual_rows.pitch, y_rows.pitch, total_rows.pitch)
-
-        def arguments(pointers, at, start, eps, weight_offset, sizes=sizes, blocks=forward.blocks):
-            return (*pointers, *at, *sizes, eps, weight_offset, blocks)
-
-        steps.append((forward, arguments))
+        pointers = ("p0", "p1", "p2", "p3", "q0", "q1", "q2")
+        steps.append((forward, (*pointers, *sizes, "eps", "offset", forward.blocks)))
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
-    checked = _checked(door, wanted, shapes, 0, steps)
+    call = _call(door, wanted, shapes, 0, steps, operands, given)
     if signature is not None and door.can_be_remembered():
+        call.eps = _check_eps(None, x_dtype)
         # Each output may lie on the operand that it replaces, if it lies there element by element.
-        in_place = ((0, out, x), (1, residual_out, residual))
-        checked.eps = _check_eps(None, x_dtype)
-        checked.in_place = tuple((i, i) for i, result, operand in in_place if calls.same_layout(result, operand))
-        calls.remember(signature, checked, operands, pointers, given, None)
+        call.in_place = [(i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i])]
+        calls.remember(signature, call)
     pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
     _order_streams(door)
-    return [door.finish(result) for result in checked.run(pointers, given, None, eps, weight_offset)]
+    return tuple(door.finish(result) for result in call.run(pointers, given, eps, weight_offset))
 
 
 def _backward(
@@ -359,20 +349,18 @@ def _backward(
     dx_dtype, dresidual_dtype, out, fused, workspace,
 ):  # fmt: skip
     """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
-    operands = (x, weight, dout, rstd, dresidual_out, bias)
-    named = None if out is None else _in_order(out, fused, bias is not None)
-    given, merged = (None, 0) if named is None else _merge_gradients(named)
-    signature = None
+    operands, signature = (x, weight, dout, rstd, dresidual_out, bias), None
+    named = (None, None, None, None) if out is None else _in_order(out, fused, bias is not None)
+    given, merged = _merge_gradients(named)
     if type(weight_offset) is float:
-        there = () if given is None else (merged, *[array is None for array in given])
-        checked, pointers, signature = calls.find(
-            (
-                "backward", casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused,
-                weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None, *there,
-            ), operands, given, workspace,
+        options = (
+            "backward", casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused,
+            weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None,
+            merged, *[array is None for array in given],
         )  # fmt: skip
-        if checked is not None:
-            return _share(checked.run(pointers[:5], given, workspace, 0.0, weight_offset), fused)
+        results, signature = calls.recall(options, (*operands, *given, workspace, 0.0, weight_offset), 6)
+        if results is not None:
+            return results
 
     door = Door(x, "residual_out" if fused else "x")
     weight_rows = door.weight(weight, "weight") if weight is not None else ABSENT
@@ -390,7 +378,7 @@ def _backward(
     two_gradients = fused and need_dx and dresidual_dtype != dx_dtype
 
     names = ("dx", "dresidual", "dweight", "dbias")
-    if named is not None and fused and need_dx and not two_gradients:
+    if fused and need_dx and not two_gradients:
         _require_one_gradient(named)
     elif merged:
         given, signature = named, None
@@ -398,8 +386,7 @@ def _backward(
     dtypes = (dx_dtype, dresidual_dtype, weight_rows.dtype, weight_rows.dtype or bias_rows.dtype)
     needed = (need_dx, two_gradients, need_dweight, need_dbias)
     rows = []
-    arrays = given or (None,) * 4
-    for name, array, shape, dtype, need in zip(names, arrays, shapes, dtypes, needed, strict=True):
+    for name, array, shape, dtype, need in zip(names, given, shapes, dtypes, needed, strict=True):
         if array is not None and not need:
             raise ValueError(f"out has an array for {name}, which this call does not compute")
         is_sum = name in ("dweight", "dbias")
@@ -410,9 +397,10 @@ def _backward(
     if door.rows == 0:
         results = [
             door.zeros(array, shape, dtype) if need else None
-            for array, shape, dtype, need in zip(arrays, shapes, dtypes, needed, strict=True)
+            for array, shape, dtype, need in zip(given, shapes, dtypes, needed, strict=True)
         ]
-        return _share([door.finish(result) for result in results], fused)
+        dx, dresidual, *sums = (door.finish(result) for result in results)
+        return (dx, dresidual if two_gradients else dx if fused else None, *sums)
     traits = _traits(door)
     gradients = tuple(row for row, need in zip(rows[:2], needed[:2], strict=True) if need)
     backward = planning.plan_backward(
@@ -428,14 +416,15 @@ def _backward(
     scratch_bytes = (_padded(means) + sums * partials) * SIZE[_real(x_dtype)]
     door.workspace(workspace, scratch_bytes)
     wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
-    checked = _checked(door, wanted, shapes, scratch_bytes, steps)
+    call = _call(door, wanted, shapes, scratch_bytes, steps, operands, (*given, workspace))
+    call.share = fused and not two_gradients
     if signature is not None and door.can_be_remembered():
-        checked.in_place = tuple((i, 0) for i in (0, 1) if calls.same_layout(arrays[i], x))
-        calls.remember(signature, checked, operands, pointers, given, workspace)
-    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows))
+        call.in_place = [(i, 0) for i in (0, 1) if calls.same_layout(given[i], x)]
+        calls.remember(signature, call)
+    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows, bias_rows))
     _order_streams(door)
-    results = checked.run(pointers, given, workspace, 0.0, weight_offset)
-    return _share([door.finish(result) for result in results], fused)
+    results = call.run(pointers, (*given, workspace), 0.0, weight_offset)
+    return tuple(door.finish(result) for result in results)
 
 
 def _backward_steps(
@@ -445,7 +434,7 @@ def _backward_steps(
     dtypes: tuple[str, ...],
     others: tuple[Rows, ...],
     needed: tuple[bool, ...],
-) -> list[tuple[planning.Plan, calls.Arguments]]:
+) -> list[tuple[planning.Plan, Sequence[calls.Argument]]]:
     """The backward's launches over the rows, then the sums of its partials."""
     _, _, need_dweight, need_dbias = needed
     real_size = SIZE[_real(door.x.dtype)]
@@ -454,18 +443,13 @@ def _backward_steps(
     dweight_offset = _padded(means) * real_size
     dbias_offset = dweight_offset + need_dweight * partials * real_size
     sizes = (door.rows, door.x_rows.pitch, *(rows.pitch for rows in others), backward.partials_pitch)
-    direct = backward.direct
-    steps: list[tuple[planning.Plan, calls.Arguments]] = []
-    for plan in backward.launches if any(needed) else ():
-
-        def over_rows(pointers, at, start, eps, weight_offset, blocks=plan.blocks):
-            dx, dresidual, dweight, dbias = at
-            if not direct:
-                dweight, dbias = start + dweight_offset, start + dbias_offset
-            return (*pointers, start, dx, dresidual, dweight, dbias, *sizes, weight_offset, blocks)
-
-        steps.append((plan, over_rows))
-    if direct:
+    sums = ("q2", "q3") if backward.direct else (("start", dweight_offset), ("start", dbias_offset))
+    pointers = ("p0", "p1", "p2", "p3", "p4", "start", "q0", "q1")
+    steps: list[tuple[planning.Plan, Sequence[calls.Argument]]] = [
+        (plan, (*pointers, *sums, *sizes, "offset", plan.blocks))
+        for plan in (backward.launches if any(needed) else ())
+    ]
+    if backward.direct:
         return steps
     for index, offset in ((2, dweight_offset), (3, dbias_offset)):
         if needed[index]:
@@ -473,45 +457,37 @@ def _backward_steps(
                 door.cols, traits, weight=dtypes[index], compute=_real(door.x.dtype), heads=door.heads
             )
             counts = (backward.partials_rows // door.heads, backward.partials_pitch, door.heads, door.cols, plan.blocks)
-
-            def over_partials(pointers, at, start, eps, weight_offset, index=index, offset=offset, counts=counts):
-                return (start + offset, at[index], *counts)
-
-            steps.append((plan, over_partials))
+            steps.append((plan, (("start", offset), f"q{index}", *counts)))
     return steps
 
 
-def _share(results: list[Any], fused: bool) -> list[Any]:
-    """dx and dresidual are one array where their dtypes agree."""
-    if fused and results[1] is None:
-        results[1] = results[0]
-    return results
-
-
-def _checked(
+def _call(
     door: Door,
     wanted: tuple[str | None, ...],
     shapes: tuple[tuple[int, ...], ...],
     scratch_bytes: int,
-    steps: list[tuple[planning.Plan, calls.Arguments]],
-) -> calls.Checked:
+    steps: Sequence[tuple[planning.Plan, Sequence[calls.Argument]]],
+    operands: tuple[Any, ...],
+    given: tuple[Any, ...],
+) -> calls.Call:
     """Compiles everything before anything runs."""
     if door.device.kind == "host":
         from .devices import host as device
     else:
         from .devices import cupy as device
     elements, index = door.rows * door.cols, door.device.index
-    ready = tuple(
+    ready = [
         (device.prepare(program(plan.kernel, plan.constants), plan.blocks, elements, index), arguments)
         for plan, arguments in steps
-    )
-    make = door.library.maker
-    makers = (
-        None if dtype is None else make(shape, dtype, door.device) for dtype, shape in zip(wanted, shapes, strict=True)
-    )
-    scratch = make((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    stream = door.library.stream_getter(door.device)
-    return calls.Checked(door.library, index, *device.place(), tuple(makers), scratch, ready, stream)
+    ]
+    library = door.library.memory(door.device)
+    makers = [
+        None if dtype is None else library.maker(shape, dtype, door.device)
+        for dtype, shape in zip(wanted, shapes, strict=True)
+    ]
+    scratch = library.maker((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
+    stream = library.stream_getter(door.device)
+    return calls.Call(library, index, device.place(), makers, scratch, ready, stream, operands, given)
 
 
 def _order_streams(door: Door) -> None:
@@ -616,6 +592,17 @@ def _require_one_gradient(named: tuple[Any, ...]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ torch's gradients
+
+
+_autograd: Any = None  # the module, once it was needed: an import statement costs a microsecond each time
+
+
+def _load_autograd() -> Any:
+    global _autograd
+    from . import autograd
+
+    _autograd = autograd
+    return autograd
 
 
 def _needs_autograd(x: Any, *others: Any) -> bool:
