@@ -87,13 +87,17 @@ def _register() -> None:
 
 _register()
 
+_is_compiling = torch.compiler.is_compiling
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-def _has_memory(*operands: Any) -> bool:
+def _has_memory(x: Any, a: Any, b: Any, c: Any = None, d: Any = None) -> bool:
     """Whether a call may go to the kernels at once, without torch's dispatcher, which takes 5 µs and more each way.
     Compilers' stand-ins and subclasses with a dispatch of their own may not."""
-    return not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, operands))
+    plain = _PLAIN
+    return (
+        type(x) in plain and type(a) in plain and type(b) in plain and type(c) in plain and type(d) in plain
+    ) and not _is_compiling()
 
 
 def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):
@@ -104,8 +108,8 @@ def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residu
             out_dtype, residual_dtype, None, None,
         )  # fmt: skip
     return torch.ops.rmsnorm_raw.forward(
-        x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), weight_offset, casting, residual_rounding,
-        out_dtype, residual_dtype, True,
+        x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), ops._check_offset(weight_offset), casting,
+        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"), True,
     )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ _APPLY_FUSED = super(torch.autograd.Function, FusedAddRMSNormFunction).apply
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
     """`rmsnorm` for torch tensors of which one needs a gradient, or while torch.compile traces."""
     if _has_memory(x, weight, bias) and not torch._C._are_functorch_transforms_active():
-        return _APPLY(x, weight, eps, bias, weight_offset, casting, out_dtype)  # the forward checks all of it
+        return _APPLY(x, weight, eps, bias, weight_offset, casting, out_dtype)  # its forward checks all of it
     ops._check_choice(casting, "casting", ("fp32", "llama"))
     x, weight, bias = _tensor(x, "x"), _tensor(weight, "weight"), _tensor(bias, "bias")
     return RMSNormFunction.apply(
@@ -232,15 +236,17 @@ def fused_add_rmsnorm(
     x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
 ):
     if _has_memory(x, residual, weight, bias) and not torch._C._are_functorch_transforms_active():
-        y, total = _APPLY_FUSED(
-            x, residual, weight, eps, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
-        )
-        return (y, total) if prenorm else y
-    x, residual = _tensor(x, "x"), _tensor(residual, "residual")
-    y, total = FusedAddRMSNormFunction.apply(
-        x, residual, _tensor(weight, "weight"), eps, _tensor(bias, "bias"), ops._check_offset(weight_offset), casting,
-        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"),
-    )  # fmt: skip
+        apply = _APPLY_FUSED
+    else:
+        apply = FusedAddRMSNormFunction.apply
+        x, residual, weight, bias = (
+            _tensor(x, "x"), _tensor(residual, "residual"), _tensor(weight, "weight"), _tensor(bias, "bias"),
+        )  # fmt: skip
+        weight_offset = ops._check_offset(weight_offset)
+        out_dtype, residual_dtype = _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype")
+    y, total = apply(
+        x, residual, weight, eps, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
+    )
     return (y, total) if prenorm else y
 
 

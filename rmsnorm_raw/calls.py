@@ -94,9 +94,10 @@ class Call:
         space["stream"] = self.stream
         lines += ["    here = stream()"]
         for number, (launch, arguments) in enumerate(self.steps):
-            space[f"launch{number}"] = launch
-            texts = [_argument(argument, values, space) for argument in arguments]
-            lines += [f"    launch{number}(({', '.join(texts)}), here)"]
+            texts = ", ".join(_argument(argument, values, space) for argument in arguments)
+            text, own = getattr(launch, "inline", ("    {launch}(({arguments}), here)", {"launch": launch}))
+            space |= {f"{name}{number}": value for name, value in own.items()}
+            lines += [text.format(arguments=texts, **{name: f"{name}{number}" for name in own})]
         for name, obj in zip(self._given_names(), self.given, strict=True):
             if obj is not None and type(known_library_of(obj)).written is not Library.written:
                 space[f"written_{name}"] = known_library_of(obj).written

@@ -333,7 +333,7 @@ def _forward(
         steps.append((forward, (*pointers, *sizes, "eps", "offset", forward.blocks)))
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
-    call = _call(door, wanted, shapes, 0, steps, operands, given)
+    call = _checked(door, wanted, shapes, 0, steps, operands, given)
     if signature is not None and door.can_be_remembered():
         call.eps = _check_eps(None, x_dtype)
         # Each output may lie on the operand that it replaces, if it lies there element by element.
@@ -350,13 +350,16 @@ def _backward(
 ):  # fmt: skip
     """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
     operands, signature = (x, weight, dout, rstd, dresidual_out, bias), None
-    named = (None, None, None, None) if out is None else _in_order(out, fused, bias is not None)
-    given, merged = _merge_gradients(named)
+    named = given = (None, None, None, None)
+    merged = 0
+    if out is not None:
+        named = _in_order(out, fused, bias is not None)
+        given, merged = _merge_gradients(named)
     if type(weight_offset) is float:
         options = (
             "backward", casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused,
             weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None,
-            merged, *[array is None for array in given],
+            merged, *[out is None or array is None for array in given],
         )  # fmt: skip
         results, signature = calls.recall(options, (*operands, *given, workspace, 0.0, weight_offset), 6)
         if results is not None:
@@ -416,7 +419,7 @@ def _backward(
     scratch_bytes = (_padded(means) + sums * partials) * SIZE[_real(x_dtype)]
     door.workspace(workspace, scratch_bytes)
     wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
-    call = _call(door, wanted, shapes, scratch_bytes, steps, operands, (*given, workspace))
+    call = _checked(door, wanted, shapes, scratch_bytes, steps, operands, (*given, workspace))
     call.share = fused and not two_gradients
     if signature is not None and door.can_be_remembered():
         call.in_place = [(i, 0) for i in (0, 1) if calls.same_layout(given[i], x)]
@@ -461,7 +464,7 @@ def _backward_steps(
     return steps
 
 
-def _call(
+def _checked(
     door: Door,
     wanted: tuple[str | None, ...],
     shapes: tuple[tuple[int, ...], ...],

@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import struct
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -133,24 +133,35 @@ def prepare(program: Program, blocks: int, elements: int, index: int) -> Callabl
     with cupy.cuda.Device(index):
         function = kernel.kernel.ptr
     pack, places = _packer(program.arguments_format)
-    current = cupy.cuda.runtime.getDevice
     # The driver reads the arguments while the GIL is released: a buffer belongs to one thread until it has returned.
     buffers: list[tuple[Any, int, Any]] = []
+    space = {
+        "buffers": buffers, "fresh": partial(_argument_buffer, places), "pack": pack, "raw_launch": raw_launch,
+        "function": function, "blocks": blocks, "threads": threads, "kernel": kernel,  # its module stays loaded
+    }  # fmt: skip
 
-    def launch(arguments: tuple, stream: int, kernel: Any = kernel) -> None:  # kernel: its module stays loaded
+    def launch(arguments: tuple, stream: int) -> None:
         try:
             mine = buffers.pop()
         except IndexError:
             mine = _argument_buffer(places)
         pack(mine[0], 0, *arguments)
-        if current() == index:
+        with cupy.cuda.Device(index):
             raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, mine[1], 0)
-        else:
-            with cupy.cuda.Device(index):
-                raw_launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, mine[1], 0)
         buffers.append(mine)
 
+    setattr(launch, "inline", (_INLINE, space))  # noqa: B010
     return launch
+
+
+# `launch` as lines for a function that has the arguments in variables, the stream in `here` and the device current:
+# without a frame of its own and a tuple. Names in braces are those of `space`.
+_INLINE = """\
+    try: mine = {buffers}.pop()
+    except IndexError: mine = {fresh}()
+    {pack}(mine[0], 0, {arguments})
+    {raw_launch}({function}, {blocks}, 1, 1, {threads}, 1, 1, 0, here, mine[1], 0)
+    {buffers}.append(mine)"""
 
 
 def place() -> tuple[Callable[[], int], Callable[[int], Any]]:
