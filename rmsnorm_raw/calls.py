@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-from .libraries import Library, known_library_of
+from .libraries import Device, Library, known_library_of
 
 # One argument of a launch: an integer, the name of a value (p0…: pointers of the operands; q0…: of the results; eps;
 # offset), or an offset into the scratch.
@@ -27,12 +27,11 @@ class Call:
     """A call that has passed the door, compiled: to allocate, fill in pointers and launch is all that is left."""
 
     library: Library
-    index: int  # of the device
+    device: Device
     place: tuple[Callable[[], int], Callable[[int], Any]] | None  # tells and switches the current device, if several
     makers: Sequence[Callable[[], Any] | None]  # of each result, None where it is not wanted
     make_scratch: Callable[[], Any] | None
     steps: Sequence[Step]
-    stream: Callable[[], int]
     operands: tuple[Any, ...]
     given: tuple[Any, ...]  # the caller's arrays for the results, then the scratch; None where there is none
     share: bool = False  # the first result is also the second
@@ -47,7 +46,7 @@ class Call:
         return space["run"](*pointers, *given, eps, weight_offset)
 
     def recall(self) -> Callable[..., tuple[Any, ...] | None]:
-        """A function of operands, given arrays, eps and weight_offset: the results, or None for a call not like this."""
+        """A function of operands, given arrays, eps and weight_offset: the results, or None for a call unlike this."""
         space: dict[str, Any] = {"EPS": self.eps}
         body = self._body(space)
         lines = [
@@ -69,7 +68,7 @@ class Call:
         """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text."""
         lines = []
         if self.place is not None:
-            space["current"], space["switch"], space["index"] = *self.place, self.index
+            space["current"], space["switch"], space["index"] = *self.place, self.device.index
             lines += [
                 "    if current() != index:",
                 f"        with switch(index): return run({self._parameters('p')})",
@@ -91,8 +90,7 @@ class Call:
             # A name of its own keeps fresh scratch alive until the launches that use it are in its stream.
             lines += [f"    scratch = {'make_scratch()' if workspace is None else 'workspace'}"]
             lines += [f"    start = {library.pointer_text('scratch')}"]
-        space["stream"] = self.stream
-        lines += ["    here = stream()"]
+        lines += [f"    here = {self.library.stream_text(self.device, space)}"]
         for number, (launch, arguments) in enumerate(self.steps):
             texts = ", ".join(_argument(argument, values, space) for argument in arguments)
             text, own = getattr(launch, "inline", ("    {launch}(({arguments}), here)", {"launch": launch}))

@@ -91,9 +91,9 @@ class Library:
         """A function that makes a fresh array, on the device that is current where there are several."""
         raise NotImplementedError
 
-    def stream_getter(self, device: Device) -> Callable[[], int]:
-        """A function that tells the current stream, while that device is the current one."""
-        raise NotImplementedError
+    def stream_text(self, device: Device, space: dict[str, Any]) -> str:
+        """An expression for the current stream, while that device is the current one; what it needs goes to `space`."""
+        return "0"
 
 
 class NumpyLibrary(Library):
@@ -147,9 +147,6 @@ class NumpyLibrary(Library):
 
     def stream(self, device: Device) -> int:
         return 0
-
-    def stream_getter(self, device: Device) -> Callable[[], int]:
-        return _no_stream
 
     def finish(self, owner: Any) -> Any:
         return owner
@@ -206,11 +203,11 @@ class CupyLibrary(Library):
         with cupy.cuda.Device(device.index):
             return cupy.cuda.get_current_stream().ptr
 
-    def stream_getter(self, device: Device) -> Callable[[], int]:
+    def stream_text(self, device: Device, space: dict[str, Any]) -> str:
         import cupy
 
-        current = cupy.cuda.get_current_stream
-        return lambda: current().ptr
+        space["current_stream"] = cupy.cuda.get_current_stream
+        return "current_stream().ptr"
 
     def finish(self, owner: Any) -> Any:
         return owner
@@ -247,8 +244,8 @@ class TorchLibrary(Library):
         return f"{name}.data_ptr()"
 
     def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
-        """torch.compile's own guard compares types, dtypes, devices, shapes, strides and dispatch keys of all tensors in
-        a fifth of the time that their attributes take. It is not public: where it is not as expected, these."""
+        """torch.compile's own guard compares types, dtypes, devices, shapes, strides and dispatch keys of all tensors
+        in a fifth of the time that their attributes take. It is not public: where it is not as expected, these."""
         import torch
 
         check = _tensor_guard(torch, [obj for _, obj, _ in arrays])
@@ -273,7 +270,7 @@ class TorchLibrary(Library):
         import torch
 
         kind, where = getattr(torch, dtype), torch.device(self._device(device))
-        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        strides = contiguous_strides(shape)
         try:  # what torch.compile's code calls: 1.1 µs, where torch.empty takes 4 to 6 to read its arguments
             empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{where.type}")
             if device.kind == "host":
@@ -310,13 +307,14 @@ class TorchLibrary(Library):
 
         return torch.cuda.current_stream(device.index).cuda_stream
 
-    def stream_getter(self, device: Device) -> Callable[[], int]:
+    def stream_text(self, device: Device, space: dict[str, Any]) -> str:
         if device.kind == "host":
-            return _no_stream
+            return "0"
         import torch
 
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a tenth of current_stream's time
-        return partial(self.stream, device) if raw is None else partial(raw, device.index)
+        space["current_stream"] = partial(self.stream, device) if raw is None else partial(raw, device.index)
+        return "current_stream()"
 
     def finish(self, owner: Any) -> Any:
         return owner
@@ -362,12 +360,43 @@ class ExchangeLibrary(Library):
         return _NUMPY if device.kind == "host" else _CUPY
 
 
+class Outlines(Library):
+    """Arrays that have no memory: a call with them is checked and planned like any other, and ends in `programs`."""
+
+    name = "outline"
+
+    def __init__(self) -> None:
+        self.programs: dict[Any, None] = {}  # in the order in which they were planned
+
+    def view(self, obj: Any, name: str) -> Array:
+        return Array(0, obj.shape, contiguous_strides(obj.shape), obj.dtype, obj.device, self, obj)
+
+    def stream(self, device: Device) -> int:
+        return 0
+
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
+        return None
+
+    def finish(self, owner: Any) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of an array before there is one."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: Device
+    library: Outlines
+
+
 _NUMPY, _CUPY, _TORCH = NumpyLibrary(), CupyLibrary(), TorchLibrary()
 _BY_ROOT = {"numpy": _NUMPY, "cupy": _CUPY, "torch": _TORCH}
 
 
-def _no_stream() -> int:
-    return 0
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _compare(name: str, obj: Any, attributes: tuple[str, ...], space: dict[str, Any]) -> str:
@@ -421,6 +450,8 @@ def library_of(obj: Any, name: str) -> Any:
     library = _library_of_type(type(obj))
     if library is not None:
         return library
+    if isinstance(obj, Outline):
+        return obj.library
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         return ExchangeLibrary(_from_dlpack_of(obj))
     raise TypeError(f"{name} is a {type(obj).__module__}.{type(obj).__qualname__}; pass {ACCEPTED}")

@@ -14,6 +14,7 @@ from typing import Any
 from . import calls
 from . import plan as planning
 from .arrays import ABSENT, SIZE, Door, Rows, dtype_name
+from .libraries import Outlines
 from .program import program
 
 FLOAT32_EPS = 1.1920928955078125e-07
@@ -449,8 +450,7 @@ def _backward_steps(
     sums = ("q2", "q3") if backward.direct else (("start", dweight_offset), ("start", dbias_offset))
     pointers = ("p0", "p1", "p2", "p3", "p4", "start", "q0", "q1")
     steps: list[tuple[planning.Plan, Sequence[calls.Argument]]] = [
-        (plan, (*pointers, *sums, *sizes, "offset", plan.blocks))
-        for plan in (backward.launches if any(needed) else ())
+        (plan, (*pointers, *sums, *sizes, "offset", plan.blocks)) for plan in (backward.launches if any(needed) else ())
     ]
     if backward.direct:
         return steps
@@ -479,18 +479,18 @@ def _checked(
     else:
         from .devices import cupy as device
     elements, index = door.rows * door.cols, door.device.index
-    ready = [
-        (device.prepare(program(plan.kernel, plan.constants), plan.blocks, elements, index), arguments)
-        for plan, arguments in steps
-    ]
+    launches = [(program(plan.kernel, plan.constants), plan.blocks, elements, index) for plan, _ in steps]
+    if isinstance(door.library, Outlines):
+        door.library.programs |= dict.fromkeys((device.prepare, *launch) for launch in launches)
+        return calls.Call(door.library, door.device, None, [None] * len(wanted), None, [], operands, given)
+    ready = [(device.prepare(*launch), arguments) for launch, (_, arguments) in zip(launches, steps, strict=True)]
     library = door.library.memory(door.device)
     makers = [
         None if dtype is None else library.maker(shape, dtype, door.device)
         for dtype, shape in zip(wanted, shapes, strict=True)
     ]
     scratch = library.maker((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    stream = library.stream_getter(door.device)
-    return calls.Call(library, index, device.place(), makers, scratch, ready, stream, operands, given)
+    return calls.Call(library, door.device, device.place(), makers, scratch, ready, operands, given)
 
 
 def _order_streams(door: Door) -> None:
