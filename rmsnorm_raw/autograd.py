@@ -87,7 +87,7 @@ def _register() -> None:
 
 _register()
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -132,7 +132,7 @@ def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, need_dx: bo
         gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
         if not two:
             gradients[1] = gradients[0]
-    if torch.is_grad_enabled():
+    if _is_grad_enabled():
         operands = (x, weight, dout, dresidual_out)
         if any(operand is not None and operand.requires_grad for operand in operands):
             once = {id(gradient): _Once.apply(gradient, *operands) for gradient in gradients if gradient is not None}
@@ -174,8 +174,8 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
         if dout is None:
             return (None,) * 7
-        need_dx, need_dweight, _, need_dbias, *_ = (*ctx.needs_input_grad, False, False, False)
-        dx, _, dweight, dbias = _gradients(ctx, dout, None, False, need_dx, need_dweight or need_dbias)
+        needs = ctx.needs_input_grad  # of what follows x, only weight and bias can
+        dx, _, dweight, dbias = _gradients(ctx, dout, None, False, needs[0], True in needs[1:])
         return dx, dweight, None, dbias, None, None, None
 
 
@@ -205,13 +205,14 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
     def backward(ctx, dout, dresidual_out):  # pyright: ignore[reportIncompatibleMethodOverride]
         if dout is None and dresidual_out is None:
             return (None,) * 10
-        need_x, need_residual, need_dweight, _, need_dbias, *_ = (*ctx.needs_input_grad, False, False, False)
+        needs = ctx.needs_input_grad
+        need_x, need_residual = needs[:2]
         if dout is None:  # only the sum was used: no zeros stand in for dout
             dx, dresidual = (dresidual_out.to(dtype) for dtype in ctx.dtypes)
             dweight = dbias = None
         else:
             dx, dresidual, dweight, dbias = _gradients(
-                ctx, dout, dresidual_out, True, need_x or need_residual, need_dweight or need_dbias
+                ctx, dout, dresidual_out, True, need_x or need_residual, True in needs[2:]
             )
         return (dx if need_x else None, dresidual if need_residual else None, dweight, None, dbias, *(None,) * 5)
 

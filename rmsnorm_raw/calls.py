@@ -67,13 +67,14 @@ class Call:
     def _body(self, space: dict[str, Any]) -> list[str]:
         """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text."""
         lines = []
+        results, values = [], {f"p{i}": "0" for i, obj in enumerate(self.operands) if obj is None}
         if self.place is not None:
             space["current"], space["switch"], space["index"] = *self.place, self.device.index
+            pointers = [values.get(f"p{i}", f"p{i}") for i in range(len(self.operands))]
             lines += [
                 "    if current() != index:",
-                f"        with switch(index): return run({self._parameters('p')})",
+                f"        with switch(index): return run({', '.join([*pointers, *self._given_names(), 'eps, offset'])})",
             ]
-        results, values = [], {f"p{i}": "0" for i, obj in enumerate(self.operands) if obj is None}
         for i, make in enumerate(self.makers):
             results.append("None" if make is None else f"r{i}")
             values[f"q{i}"] = "0" if make is None else f"q{i}"

@@ -287,10 +287,11 @@ def _forward(
     operands, given, signature = (x, residual, weight, bias), (out, residual_out, None, None), None
     if (eps is None or (type(eps) is float and eps >= 0)) and type(weight_offset) is float:
         options = (
-            "forward", bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
+            "forward", not store_rstd, casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
             residual is None, weight is None, bias is None, out is None, residual_out is None,
         )  # fmt: skip
-        results, signature = calls.recall(options, (*operands, *given, eps, weight_offset), 4)
+        arguments = (x, residual, weight, bias, out, residual_out, None, None, eps, weight_offset)
+        results, signature = calls.recall(options, arguments, 4)
         if results is not None:
             return results
 
@@ -358,11 +359,17 @@ def _backward(
         given, merged = _merge_gradients(named)
     if type(weight_offset) is float:
         options = (
-            "backward", casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused,
+            "backward", casting, not need_dx, not need_dweight, dx_dtype, dresidual_dtype, fused,
             weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None,
-            merged, *[out is None or array is None for array in given],
         )  # fmt: skip
-        results, signature = calls.recall(options, (*operands, *given, workspace, 0.0, weight_offset), 6)
+        if out is None:
+            arguments = (
+                x, weight, dout, rstd, dresidual_out, bias, None, None, None, None, workspace, 0.0, weight_offset
+            )  # fmt: skip
+        else:
+            options = (*options, merged, *[array is None for array in given])
+            arguments = (*operands, *given, workspace, 0.0, weight_offset)
+        results, signature = calls.recall(options, arguments, 6)
         if results is not None:
             return results
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import test_refusals as refusals
@@ -146,7 +148,7 @@ def test_workspace_is_checked_in_every_call(any_guard):
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_array_equal(any_guard.get(one), any_guard.get(other))
         with pytest.raises(ValueError, match="workspace has"):
-            rr.rmsnorm_bwd(x, weight, dout, rstd, workspace=workspace[: needed // 4 - 1])
+            rr.rmsnorm_bwd(x, weight, dout, rstd, workspace=workspace[:16])
         with pytest.raises(ValueError, match="workspace has"):
             rr.rmsnorm_bwd(x, weight, dout, rstd, workspace=workspace[1:])
         with pytest.raises(ValueError, match="workspace overlaps x"):
@@ -198,6 +200,35 @@ def test_torch_states_that_guards_tell_apart(any_guard):
             assert torch.equal(rr.rmsnorm(a.x, a.weight), expected)
             assert torch.equal(rr.rmsnorm(a.x.clone(), a.weight.clone()), expected)
         assert torch.equal(rr.rmsnorm(a.x, a.weight), expected)
+
+
+def test_another_device_is_current():
+    """The call switches to its own before it allocates, also where operands are absent."""
+    current, launched = [0], []
+
+    @contextlib.contextmanager
+    def switch(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    def make():
+        assert current == [1]
+        return np.empty(3, np.float32)
+
+    def launch(arguments, stream):
+        launched.append((current[0], *arguments))
+
+    x = np.ones(3, np.float32)
+    call = calls.Call(
+        libraries._NUMPY, libraries.Device("gpu", 1), (lambda: current[0], switch), [make, None], None,
+        [(launch, ("p0", "p1", "q0", "q1", 7, "eps", "offset"))], (x, None), (None, None, None),
+    )  # fmt: skip
+    first, _ = call.run((x.ctypes.data, 0), (None, None, None), 1e-6, 0.5)
+    second, _ = call.recall()(x, None, None, None, None, None, 0.5)
+    results = (first.ctypes.data, second.ctypes.data)
+    assert launched == [(1, x.ctypes.data, 0, y, 0, 7, eps, 0.5) for y, eps in zip(results, (1e-6, 0.0), strict=True)]
+    assert current == [0]
 
 
 def test_nothing_is_kept_alive(any_guard):
