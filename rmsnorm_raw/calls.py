@@ -73,7 +73,7 @@ class Call:
             pointers = [values.get(f"p{i}", f"p{i}") for i in range(len(self.operands))]
             lines += [
                 "    if current() != index:",
-                f"        with switch(index): return run({', '.join([*pointers, *self._given_names(), 'eps, offset'])})",
+                f"        with switch(index): return run({', '.join([*pointers, *self._given_names()])}, eps, offset)",
             ]
         for i, make in enumerate(self.makers):
             results.append("None" if make is None else f"r{i}")
