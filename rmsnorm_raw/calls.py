@@ -37,24 +37,27 @@ class Call:
     share: bool = False  # the first result is also the second
     in_place: Sequence[tuple[int, int]] = ()  # (result, operand) that may lie on one another exactly
     eps: float = 0.0  # what None means
+    written_out: Callable[..., tuple[Any, ...]] | None = None  # `run` as a function of its own
 
     def run(self, pointers: Sequence[int], given: Sequence[Any], eps: float, weight_offset: float) -> tuple[Any, ...]:
         """The results in order, None where not wanted."""
-        space: dict[str, Any] = {}
-        text = f"def run({self._parameters('p')}):\n" + "\n".join(self._body(space))
-        exec(_compiled(text), space)
-        return space["run"](*pointers, *given, eps, weight_offset)
+        run = self.written_out
+        if run is None:
+            space: dict[str, Any] = {}
+            exec(_compiled("\n".join([f"def run({self._parameters('p')}):", *self._body(space)])), space)
+            run = space["run"]
+        return run(*pointers, *given, eps, weight_offset)
 
     def recall(self) -> Callable[..., tuple[Any, ...] | None]:
         """A function of operands, given arrays, eps and weight_offset: the results, or None for a call unlike this."""
         space: dict[str, Any] = {"EPS": self.eps}
-        body = self._body(space)
         lines = [
-            f"def run({self._parameters('p')}):", *body,
+            f"def run({self._parameters('p')}):", *self._body(space),
             f"def recall({self._parameters('o')}):", *self._conditions(space),
-            "    if eps is None: eps = EPS", *body,
+            "    if eps is None: eps = EPS", *self._body(space, addressed=True),
         ]  # fmt: skip
         exec(_compiled("\n".join(lines)), space)
+        self.written_out = space["run"]
         return space["recall"]
 
     def _parameters(self, first: str) -> str:
@@ -64,8 +67,9 @@ class Call:
     def _given_names(self) -> list[str]:
         return [f"g{i}" for i in range(len(self.makers))] + ["workspace"]
 
-    def _body(self, space: dict[str, Any]) -> list[str]:
-        """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text."""
+    def _body(self, space: dict[str, Any], addressed: bool = False) -> list[str]:
+        """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text. `addressed`: the
+        variables of the given arrays' addresses are there already."""
         lines = []
         results, values = [], {f"p{i}": "0" for i, obj in enumerate(self.operands) if obj is None}
         if self.place is not None:
@@ -80,8 +84,9 @@ class Call:
             values[f"q{i}"] = "0" if make is None else f"q{i}"
             if make is not None:
                 space[f"make{i}"] = make
-                source = f"make{i}()" if self.given[i] is None else f"g{i}"
-                lines += [f"    r{i} = {source}", f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
+                given = self.given[i] is not None
+                lines += [f"    r{i} = {f'g{i}' if given else f'make{i}()'}"]
+                lines += [] if given and addressed else [f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
         if self.make_scratch is None:
             values["start"] = "0"
         else:
@@ -90,7 +95,8 @@ class Call:
             library = self.library if workspace is None else known_library_of(workspace)
             # A name of its own keeps fresh scratch alive until the launches that use it are in its stream.
             lines += [f"    scratch = {'make_scratch()' if workspace is None else 'workspace'}"]
-            lines += [f"    start = {library.pointer_text('scratch')}"]
+            if workspace is None or not addressed:
+                lines += [f"    start = {library.pointer_text('scratch')}"]
         lines += [f"    here = {self.library.stream_text(self.device, space)}"]
         for number, (launch, arguments) in enumerate(self.steps):
             texts = ", ".join(_argument(argument, values, space) for argument in arguments)
@@ -119,7 +125,7 @@ class Call:
         pointers: list[int] = []
         for name, obj in there:
             library = known_library_of(obj)
-            address[name] = f"p{name[1:]}" if name[0] == "o" else f"at_{name}"
+            address[name] = "start" if name == "workspace" else {"o": "p", "g": "q"}[name[0]] + name[1:]
             pointers.append(library.pointer(obj))
             lines += [f"    {address[name]} = {library.pointer_text(name)}"]
         # Alignment decides how wide the kernels' accesses are.
@@ -166,7 +172,7 @@ def _compiled(text: str) -> CodeType:
 
 # ------------------------------------------------------------------------------------------------ memory
 
-# By signature, a call's `recall`; by options alone, the latest of these.
+# By signature, a call's `recall`, None after its first time; by options alone, the latest of these.
 _KNOWN: dict[tuple, Any] = {}
 _MOST = 4096
 _LATEST = 4
@@ -202,9 +208,13 @@ def recall(options: tuple, arguments: tuple, operands: int) -> tuple[tuple[Any, 
 
 
 def remember(signature: tuple, call: Call) -> None:
-    """Keeps a call for all others of its signature."""
+    """Keeps a call for all others of its signature, from its second time on: writing it out takes 80 µs, too much where
+    every batch has other rows."""
     if len(_KNOWN) >= _MOST:
         _KNOWN.clear()
+    if signature not in _KNOWN:
+        _KNOWN[signature] = None
+        return
     _KNOWN[signature] = recall = call.recall()
     _put_first(signature[0], recall)
 

@@ -62,11 +62,12 @@ def test_refused_after_a_thousand_good_calls(any_guard):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("given", [True, False], ids=["out=", "allocated"])
-def test_the_second_call_goes_straight(any_guard, straight, step, given):
+def test_the_third_call_goes_straight(any_guard, straight, step, given):
     a = Operands(any_guard)
     changes = {} if given else {"out": None, **({"residual_out": None} if step == "fused" else {})}
     first = STEPS[step](a, **changes)
     expected = [None if result is None else any_guard.get(result).copy() for result in _tuple(first)]
+    STEPS[step](a, **changes)
     straight()
     again = STEPS[step](a, **changes)
     for result, wanted in zip(_tuple(again), expected, strict=True):
@@ -82,7 +83,8 @@ def _tuple(results):
 def test_eps_and_offset_are_those_of_the_call(any_guard, straight):
     x, weight = random((6, 64), "float32", 1), random((64,), "float32", 2)
     there = any_guard.put(x), any_guard.put(weight)
-    rr.rmsnorm(*there, 1e-3, weight_offset=0.5)
+    for _ in range(2):
+        rr.rmsnorm(*there, 1e-3, weight_offset=0.5)
     straight()
     for eps, offset in ((1e-6, 1.0), (None, 0.25), (0.5, 0.5)):
         y = rr.rmsnorm(*there, eps, weight_offset=offset)
@@ -95,7 +97,7 @@ def test_another_alignment_is_another_call(any_guard):
     there, w = any_guard.put(base), any_guard.put(weight)
     for start in (0, 1, 0, 2, 4, 3, 0):
         x = there[start : start + 6 * 64].reshape(6, 64)
-        for _ in range(2):
+        for _ in range(4):
             y = any_guard.get(rr.rmsnorm(x, w, 1e-6))
         expected = reference.forward(base[start : start + 6 * 64].reshape(6, 64), weight).y
         assert_rows_close(y, expected, "float32")
@@ -110,11 +112,11 @@ def test_one_gradient_given_as_either(any_guard, straight, given):
 
     arrays = {"dx": (a.dx, None), "dresidual": (None, a.dx), "both": (a.dx, a.dx)}[given]
     expected = any_guard.get(call(None, None)[0]).copy()
-    for attempt in range(3):
+    for attempt in range(4):
         dx, dresidual, *_ = call(*arrays)
         assert dx is dresidual is a.dx
         np.testing.assert_array_equal(any_guard.get(dx), expected)
-        if attempt == 0:
+        if attempt == 1:
             with pytest.raises(ValueError, match="one array"):
                 call(a.dx, a.dresidual)
             straight()
@@ -125,7 +127,7 @@ def test_two_gradients_are_two_arrays(any_guard, dresidual):
     """Of two dtypes: what was given for one must not be taken for the other."""
     a = Operands(any_guard)
     own = a.new((refusals.M, refusals.N), "float16") if dresidual else None
-    for _ in range(3):
+    for _ in range(4):
         dx, other, *_ = refusals.fused_bwd(
             a, dresidual_dtype="float16", out=(None if dresidual else a.dx, own, None, None)
         )
@@ -143,7 +145,7 @@ def test_workspace_is_checked_in_every_call(any_guard):
     assert needed
     workspace = any_guard.put(np.zeros(needed // 4 + 8, np.float32))
     expected = rr.rmsnorm_bwd(x, weight, dout, rstd)
-    for _ in range(3):
+    for _ in range(4):
         got = rr.rmsnorm_bwd(x, weight, dout, rstd, workspace=workspace)
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_array_equal(any_guard.get(one), any_guard.get(other))
@@ -157,7 +159,7 @@ def test_workspace_is_checked_in_every_call(any_guard):
 
 def test_read_only_after_writable():
     x, out = random((4, 64), "float32", 1), np.empty((4, 64), np.float32)
-    for _ in range(3):
+    for _ in range(4):
         rr.rmsnorm(x, out=out)
     out.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
@@ -172,13 +174,13 @@ def test_a_gradient_is_refused_after_calls_without(any_guard):
     a = Operands(any_guard)
     out = torch.empty_like(a.x).requires_grad_()
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             rr.rmsnorm(a.x, a.weight, out=out)
     with pytest.raises(RuntimeError, match="gradient"):
         rr.rmsnorm(a.x, a.weight, out=out)
     weight = torch.nn.Parameter(a.weight.clone())
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(4):
             rr.rmsnorm_fwd(a.x, weight)
     with pytest.raises(RuntimeError, match="not differentiable"):
         rr.rmsnorm_fwd(a.x, weight)
@@ -193,7 +195,7 @@ def test_torch_states_that_guards_tell_apart(any_guard):
 
     a = Operands(any_guard)
     expected = rr.rmsnorm(a.x, a.weight)
-    for _ in range(3):
+    for _ in range(4):
         with torch.autocast(a.x.device.type, dtype=torch.bfloat16):
             assert torch.equal(rr.rmsnorm(a.x, a.weight), expected)
         with torch.inference_mode():
@@ -238,8 +240,8 @@ def test_nothing_is_kept_alive(any_guard):
 
     a = Operands(any_guard)
     for call in STEPS.values():
-        call(a)
-        call(a)
+        for _ in range(4):
+            call(a)
     seen = [weakref.ref(array) for array in (a.x, a.weight, a.y, a.dweight)]
     del a
     gc.collect()

@@ -172,17 +172,22 @@ def test_nothing_synchronises(torch):
 
     step, _ = owned(lambda v: torch.from_numpy(v).cuda(), lambda shape: torch.empty(shape, device="cuda"))
     leaf = torch.ones(M, N, device="cuda", requires_grad=True)
-    step()
-    rr.rmsnorm(leaf).backward(leaf.detach())
+
+    def all_of_it():
+        step()
+        leaf.grad = None
+        rr.rmsnorm(leaf).backward(leaf.detach())
+
+    for _ in range(3):  # so that torch's pool has all it needs: cudaMalloc may wait for the device
+        all_of_it()
     torch.cuda.synchronize()
     ended = torch.cuda.Event()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(200_000_000)  # 0.1 s: whoever waited for the device would find it done
+        torch.cuda._sleep(1_000_000_000)  # half a second: whoever waited for the device would find it done
         ended.record()
-        step()
-        rr.rmsnorm(leaf).backward(leaf.detach())
+        all_of_it()
         assert not ended.query()
     finally:
         torch.cuda.set_sync_debug_mode(mode)
