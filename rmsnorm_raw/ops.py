@@ -620,22 +620,25 @@ def _needs_autograd(x: Any, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if torch.compiler.is_compiling():  # the compiler knows the operators, not the pointers behind them
-        return isinstance(x, torch.Tensor)
+    tensor, compiling = torch.Tensor, torch.compiler.is_compiling
+    if not isinstance(x, tensor):
+        for other in others:
+            if isinstance(other, tensor) and other.requires_grad and torch.is_grad_enabled() and not compiling():
+                raise RuntimeError(
+                    f"x is a {type(x).__module__} array, but another operand is a torch tensor that requires a "
+                    "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
+                )
+        return False
+    if compiling():  # the compiler knows the operators, not the pointers behind them
+        return True
     if not torch.is_grad_enabled():
         return False
-    tensor = torch.Tensor
-    needs = isinstance(x, tensor) and x.requires_grad
-    for other in others:  # a loop: any() with a generator takes three times as long
+    if x.requires_grad:
+        return True
+    for other in others:  # noqa: SIM110  (any() with a generator takes three times as long)
         if other is not None and isinstance(other, tensor) and other.requires_grad:
-            needs = True
-            break
-    if needs and not isinstance(x, tensor):
-        raise RuntimeError(
-            f"x is a {type(x).__module__} array, but another operand is a torch tensor that requires a "
-            "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
-        )
-    return needs
+            return True
+    return False
 
 
 def _refuse_gradient(name: str, instead: str, *operands: Any) -> None:
