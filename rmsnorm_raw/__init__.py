@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .ahead import warmup
 from .bridge import to_cupy, to_numpy, to_torch
 from .ops import (
     fused_add_rmsnorm,
@@ -48,6 +49,7 @@ __all__ = [
     "to_cupy",
     "to_numpy",
     "to_torch",
+    "warmup",
     "workspace_bytes",
 ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .libraries import DTYPES, HOST, Array, dtype_name, known_library_of, library_of
+from .libraries import DTYPES, HOST, Array, dtype_name, library_of
 
 __all__ = ["ABSENT", "SIZE", "Door", "Rows", "dtype_name"]
 
@@ -160,14 +160,6 @@ class Door:
     def can_be_remembered(self) -> bool:
         """Whether a call with operands of the same properties needs nothing that this one's signature does not hold."""
         return self.rows > 0 and not self.copied and not self.other_streams and self.library.name != "DLPack"
-
-    def spans(self, operands: tuple[Any, ...], pointers: tuple[int, ...]) -> tuple[tuple[int, int] | None, ...]:
-        """The bytes of each operand relative to its pointer."""
-        extents = (None if obj is None else known_library_of(obj).extent(obj) for obj in operands)
-        return tuple(
-            None if extent is None else (extent[0] - pointer, extent[1] - pointer)
-            for extent, pointer in zip(extents, pointers, strict=True)
-        )
 
     def workspace(self, obj: Any, needed: int) -> None:
         """Checks the caller's scratch memory: at least `needed` bytes of its own."""

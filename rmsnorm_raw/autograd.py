@@ -87,60 +87,57 @@ def _register() -> None:
 
 _register()
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
-def _has_memory(*operands: Any) -> bool:
+def _has_memory(x: Any, a: Any, b: Any, c: Any = None, d: Any = None) -> bool:
     """Whether a call may go to the kernels at once, without torch's dispatcher, which takes 5 µs and more each way.
     Compilers' stand-ins and subclasses with a dispatch of their own may not."""
-    for operand in operands:
-        if type(operand) not in _PLAIN:
-            return False
-    return not torch.compiler.is_compiling()
+    plain = _PLAIN
+    return (
+        type(x) in plain and type(a) in plain and type(b) in plain and type(c) in plain and type(d) in plain
+    ) and not _is_compiling()
 
 
 def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):
     """(y, residual_out, rstd); what is absent is None or empty."""
-    eps = ops._check_eps(eps, _name(x.dtype))
     if _has_memory(x, residual, weight, bias):
         return ops._forward(
             x, residual, weight, eps, True, bias, weight_offset, casting, residual_rounding,
             out_dtype, residual_dtype, None, None,
         )  # fmt: skip
     return torch.ops.rmsnorm_raw.forward(
-        x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype, True
-    )
-
-
-def _call_backward(x, weight, dout, rstd, dresidual_out, bias, ctx, fused, need_dx, need_dweight):
-    """(dx, dresidual, dweight, dbias); what is absent is None or empty."""
-    if _has_memory(x, weight, dout, dresidual_out, bias):
-        return ops._backward(
-            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, "fp32", need_dx, need_dweight,
-            ctx.dx_dtype, ctx.dresidual_dtype, None, fused, None,
-        )  # fmt: skip
-    return torch.ops.rmsnorm_raw.backward(
-        x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
-        ctx.dx_dtype, ctx.dresidual_dtype,
+        x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), ops._check_offset(weight_offset), casting,
+        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"), True,
     )  # fmt: skip
 
 
-def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, bias_index: int) -> tuple[Any, ...]:
+def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, need_dx: bool, need_dweight: bool) -> Any:
     """(dx, dresidual, dweight, dbias) as far as they are needed, None elsewhere."""
     x, weight, bias, rstd = ctx.saved_tensors
-    need_dx = ctx.needs_input_grad[0] or (fused and ctx.needs_input_grad[1])
-    need_dweight = any(
-        ctx.needs_input_grad[i] for i in (2 if fused else 1, bias_index) if i < len(ctx.needs_input_grad)
-    )
-    results = _call_backward(x, weight, dout, rstd, dresidual_out, bias, ctx, fused, need_dx, need_dweight)
-    two = fused and need_dx and ctx.dx_dtype != ctx.dresidual_dtype
-    wanted = (need_dx, two, need_dweight and weight is not None, need_dweight and bias is not None)
-    gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
-    operands = (x, weight, dout, dresidual_out)
-    if torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands):
-        gradients = [None if gradient is None else _Once.apply(gradient, *operands) for gradient in gradients]
-    dx, dresidual, dweight, dbias = gradients
-    return dx, dresidual if two else dx, dweight, dbias
+    dx_dtype, dresidual_dtype = ctx.dtypes if fused else (None, None)
+    if _has_memory(x, weight, dout, dresidual_out, bias):
+        gradients = ops._backward(
+            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, "fp32", need_dx, need_dweight,
+            dx_dtype, dresidual_dtype, None, fused, None,
+        )  # fmt: skip
+    else:
+        results = torch.ops.rmsnorm_raw.backward(
+            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
+            dx_dtype or x.dtype, dresidual_dtype or x.dtype,
+        )  # fmt: skip
+        two = need_dx and dx_dtype != dresidual_dtype
+        wanted = (need_dx, two, need_dweight and weight is not None, need_dweight and bias is not None)
+        gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
+        if not two:
+            gradients[1] = gradients[0]
+    if _is_grad_enabled():
+        operands = (x, weight, dout, dresidual_out)
+        if any(operand is not None and operand.requires_grad for operand in operands):
+            once = {id(gradient): _Once.apply(gradient, *operands) for gradient in gradients if gradient is not None}
+            gradients = [None if gradient is None else once[id(gradient)] for gradient in gradients]
+    return gradients
 
 
 class _Once(torch.autograd.Function):
@@ -170,16 +167,16 @@ class RMSNormFunction(torch.autograd.Function):
         y, _, rstd = _call_forward(x, None, weight, bias, eps, weight_offset, casting, "stored", out_dtype, None)
         ctx.save_for_backward(x, weight, bias, rstd)
         ctx.set_materialize_grads(False)
-        ctx.weight_offset = weight_offset
-        ctx.dx_dtype = ctx.dresidual_dtype = x.dtype
+        ctx.weight_offset = float(weight_offset)
         return y
 
     @staticmethod
     def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
         if dout is None:
             return (None,) * 7
-        dx, _, dweight, dbias = _gradients(ctx, dout, None, fused=False, bias_index=3)
-        return dx if ctx.needs_input_grad[0] else None, dweight, None, dbias, None, None, None
+        needs = ctx.needs_input_grad  # of what follows x, only weight and bias can
+        dx, _, dweight, dbias = _gradients(ctx, dout, None, False, needs[0], True in needs[1:])
+        return dx, dweight, None, dbias, None, None, None
 
 
 class FusedAddRMSNormFunction(torch.autograd.Function):
@@ -200,26 +197,35 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(total, weight, bias, rstd)
         ctx.set_materialize_grads(False)
-        ctx.weight_offset = weight_offset
-        ctx.dx_dtype, ctx.dresidual_dtype = x.dtype, residual.dtype
+        ctx.weight_offset = float(weight_offset)
+        ctx.dtypes = x.dtype, residual.dtype
         return y, total
 
     @staticmethod
     def backward(ctx, dout, dresidual_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rest = (None,) * 5
+        if dout is None and dresidual_out is None:
+            return (None,) * 10
+        needs = ctx.needs_input_grad
+        need_x, need_residual = needs[:2]
         if dout is None:  # only the sum was used: no zeros stand in for dout
-            if dresidual_out is None:
-                return (None,) * 10
-            dx, dresidual = dresidual_out.to(ctx.dx_dtype), dresidual_out.to(ctx.dresidual_dtype)
+            dx, dresidual = (dresidual_out.to(dtype) for dtype in ctx.dtypes)
             dweight = dbias = None
         else:
-            dx, dresidual, dweight, dbias = _gradients(ctx, dout, dresidual_out, fused=True, bias_index=4)
-        need_x, need_residual = ctx.needs_input_grad[:2]
-        return dx if need_x else None, dresidual if need_residual else None, dweight, None, dbias, *rest
+            dx, dresidual, dweight, dbias = _gradients(
+                ctx, dout, dresidual_out, True, need_x or need_residual, True in needs[2:]
+            )
+        return (dx if need_x else None, dresidual if need_residual else None, dweight, None, dbias, *(None,) * 5)
+
+
+# Function.apply looks for functorch's transforms and wrappers in Python before it calls this: 2 µs.
+_APPLY = super(torch.autograd.Function, RMSNormFunction).apply
+_APPLY_FUSED = super(torch.autograd.Function, FusedAddRMSNormFunction).apply
 
 
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
     """`rmsnorm` for torch tensors of which one needs a gradient, or while torch.compile traces."""
+    if _has_memory(x, weight, bias) and not torch._C._are_functorch_transforms_active():
+        return _APPLY(x, weight, eps, bias, weight_offset, casting, out_dtype)  # its forward checks all of it
     ops._check_choice(casting, "casting", ("fp32", "llama"))
     x, weight, bias = _tensor(x, "x"), _tensor(weight, "weight"), _tensor(bias, "bias")
     return RMSNormFunction.apply(
@@ -230,11 +236,18 @@ def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
 def fused_add_rmsnorm(
     x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
 ):
-    x, residual = _tensor(x, "x"), _tensor(residual, "residual")
-    y, total = FusedAddRMSNormFunction.apply(
-        x, residual, _tensor(weight, "weight"), eps, _tensor(bias, "bias"), ops._check_offset(weight_offset), casting,
-        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"),
-    )  # fmt: skip
+    if _has_memory(x, residual, weight, bias) and not torch._C._are_functorch_transforms_active():
+        apply = _APPLY_FUSED
+    else:
+        apply = FusedAddRMSNormFunction.apply
+        x, residual, weight, bias = (
+            _tensor(x, "x"), _tensor(residual, "residual"), _tensor(weight, "weight"), _tensor(bias, "bias"),
+        )  # fmt: skip
+        weight_offset = ops._check_offset(weight_offset)
+        out_dtype, residual_dtype = _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype")
+    y, total = apply(
+        x, residual, weight, eps, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
+    )
     return (y, total) if prenorm else y
 
 

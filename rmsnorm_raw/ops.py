@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from . import calls
 from . import plan as planning
 from .arrays import ABSENT, SIZE, Door, Rows, dtype_name
+from .libraries import Outlines
 from .program import program
 
 FLOAT32_EPS = 1.1920928955078125e-07
@@ -55,9 +57,7 @@ def rmsnorm(
     """
     if _needs_autograd(x, weight, bias):
         _refuse_out(out=out)
-        from . import autograd
-
-        return autograd.rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
+        return (_autograd or _load_autograd()).rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
     return _forward(x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None)[0]
 
 
@@ -96,9 +96,7 @@ def fused_add_rmsnorm(
     _require_residual(residual)
     if _needs_autograd(x, residual, weight, bias):
         _refuse_out(out=out, residual_out=residual_out)
-        from . import autograd
-
-        return autograd.fused_add_rmsnorm(
+        return (_autograd or _load_autograd()).fused_add_rmsnorm(
             x,
             residual,
             weight,
@@ -286,14 +284,16 @@ def _forward(
     out_dtype, residual_dtype, out, residual_out,
 ):  # fmt: skip
     """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
-    operands, given = (x, residual, weight, bias), (out, residual_out, None)
-    if type(eps) is float and eps >= 0 and type(weight_offset) is float:
-        options = (bool(store_rstd), casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0)
-        signed = calls.signature(("forward", *options), operands, given, None)
-        if signed is not None and (checked := calls.find(*signed, given, None)) is not None:
-            return checked.run(signed[1], given, None, eps, weight_offset)
-    else:
-        signed = None
+    operands, given, signature = (x, residual, weight, bias), (out, residual_out, None, None), None
+    if (eps is None or (type(eps) is float and eps >= 0)) and type(weight_offset) is float:
+        options = (
+            "forward", not store_rstd, casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
+            residual is None, weight is None, bias is None, out is None, residual_out is None,
+        )  # fmt: skip
+        arguments = (x, residual, weight, bias, out, residual_out, None, None, eps, weight_offset)
+        results, signature = calls.recall(options, arguments, 4)
+        if results is not None:
+            return results
 
     door = Door(x)
     added = residual is not None
@@ -331,22 +331,19 @@ def _forward(
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
         sizes = (door.rows, door.x_rows.pitch, residual_rows.pitch, y_rows.pitch, total_rows.pitch)
-
-        def arguments(pointers, at, start, eps, weight_offset, sizes=sizes, blocks=forward.blocks):
-            return (*pointers, *at, *sizes, eps, weight_offset, blocks)
-
-        steps.append((forward, arguments))
+        pointers = ("p0", "p1", "p2", "p3", "q0", "q1", "q2")
+        steps.append((forward, (*pointers, *sizes, "eps", "offset", forward.blocks)))
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
-    checked = _checked(door, wanted, shapes, 0, steps)
-    if signed is not None and door.can_be_remembered():
-        checked.spans = door.spans(operands, signed[1])
+    call = _checked(door, wanted, shapes, 0, steps, operands, given)
+    if signature is not None and door.can_be_remembered():
+        call.eps = _check_eps(None, x_dtype)
         # Each output may lie on the operand that it replaces, if it lies there element by element.
-        checked.in_place = tuple((i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i]))
-        calls.remember(signed[0], checked)
+        call.in_place = [(i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i])]
+        calls.remember(signature, call)
     pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
     _order_streams(door)
-    return [door.finish(result) for result in checked.run(pointers, given, None, eps, weight_offset)]
+    return tuple(door.finish(result) for result in call.run(pointers, given, eps, weight_offset))
 
 
 def _backward(
@@ -354,14 +351,27 @@ def _backward(
     dx_dtype, dresidual_dtype, out, fused, workspace,
 ):  # fmt: skip
     """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
-    operands = (x, weight, dout, rstd, dresidual_out, bias)
-    signed = None
-    if type(weight_offset) is float and out is None:
-        options = (casting, bool(need_dx), bool(need_dweight), dx_dtype, dresidual_dtype, fused, weight_offset != 0.0)
-        given = (None, None, None, None)
-        signed = calls.signature(("backward", *options), operands, given, workspace)
-        if signed is not None and (checked := calls.find(*signed, given, workspace)) is not None:
-            return _share(checked.run(signed[1][:5], given, workspace, 0.0, weight_offset), fused)
+    operands, signature = (x, weight, dout, rstd, dresidual_out, bias), None
+    named = given = (None, None, None, None)
+    merged = 0
+    if out is not None:
+        named = _in_order(out, fused, bias is not None)
+        given, merged = _merge_gradients(named)
+    if type(weight_offset) is float:
+        options = (
+            "backward", casting, not need_dx, not need_dweight, dx_dtype, dresidual_dtype, fused,
+            weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None,
+        )  # fmt: skip
+        if out is None:
+            arguments = (
+                x, weight, dout, rstd, dresidual_out, bias, None, None, None, None, workspace, 0.0, weight_offset
+            )  # fmt: skip
+        else:
+            options = (*options, merged, *[array is None for array in given])
+            arguments = (*operands, *given, workspace, 0.0, weight_offset)
+        results, signature = calls.recall(options, arguments, 6)
+        if results is not None:
+            return results
 
     door = Door(x, "residual_out" if fused else "x")
     weight_rows = door.weight(weight, "weight") if weight is not None else ABSENT
@@ -379,15 +389,13 @@ def _backward(
     two_gradients = fused and need_dx and dresidual_dtype != dx_dtype
 
     names = ("dx", "dresidual", "dweight", "dbias")
-    arrays = _name_outputs(
-        out, [name for name in names if (fused or name != "dresidual") and (bias is not None or name != "dbias")]
-    )
     if fused and need_dx and not two_gradients:
-        arrays = _one_gradient(arrays)
+        _require_one_gradient(named)
+    elif merged:
+        given, signature = named, None
     shapes = (door.shape, door.shape, _shape(weight_rows), _shape(bias_rows))
     dtypes = (dx_dtype, dresidual_dtype, weight_rows.dtype, weight_rows.dtype or bias_rows.dtype)
     needed = (need_dx, two_gradients, need_dweight, need_dbias)
-    given = tuple(arrays.get(name) for name in names)
     rows = []
     for name, array, shape, dtype, need in zip(names, given, shapes, dtypes, needed, strict=True):
         if array is not None and not need:
@@ -402,7 +410,8 @@ def _backward(
             door.zeros(array, shape, dtype) if need else None
             for array, shape, dtype, need in zip(given, shapes, dtypes, needed, strict=True)
         ]
-        return _share([door.finish(result) for result in results], fused)
+        dx, dresidual, *sums = (door.finish(result) for result in results)
+        return (dx, dresidual if two_gradients else dx if fused else None, *sums)
     traits = _traits(door)
     gradients = tuple(row for row, need in zip(rows[:2], needed[:2], strict=True) if need)
     backward = planning.plan_backward(
@@ -418,14 +427,15 @@ def _backward(
     scratch_bytes = (_padded(means) + sums * partials) * SIZE[_real(x_dtype)]
     door.workspace(workspace, scratch_bytes)
     wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
-    checked = _checked(door, wanted, shapes, scratch_bytes, steps)
-    if signed is not None and door.can_be_remembered():
-        checked.spans = door.spans(operands, signed[1])
-        calls.remember(signed[0], checked)
-    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows))
+    call = _checked(door, wanted, shapes, scratch_bytes, steps, operands, (*given, workspace))
+    call.share = fused and not two_gradients
+    if signature is not None and door.can_be_remembered():
+        call.in_place = [(i, 0) for i in (0, 1) if calls.same_layout(given[i], x)]
+        calls.remember(signature, call)
+    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows, bias_rows))
     _order_streams(door)
-    results = checked.run(pointers, given, workspace, 0.0, weight_offset)
-    return _share([door.finish(result) for result in results], fused)
+    results = call.run(pointers, (*given, workspace), 0.0, weight_offset)
+    return tuple(door.finish(result) for result in results)
 
 
 def _backward_steps(
@@ -435,7 +445,7 @@ def _backward_steps(
     dtypes: tuple[str, ...],
     others: tuple[Rows, ...],
     needed: tuple[bool, ...],
-) -> list[tuple[planning.Plan, calls.Arguments]]:
+) -> list[tuple[planning.Plan, Sequence[calls.Argument]]]:
     """The backward's launches over the rows, then the sums of its partials."""
     _, _, need_dweight, need_dbias = needed
     real_size = SIZE[_real(door.x.dtype)]
@@ -444,18 +454,12 @@ def _backward_steps(
     dweight_offset = _padded(means) * real_size
     dbias_offset = dweight_offset + need_dweight * partials * real_size
     sizes = (door.rows, door.x_rows.pitch, *(rows.pitch for rows in others), backward.partials_pitch)
-    direct = backward.direct
-    steps: list[tuple[planning.Plan, calls.Arguments]] = []
-    for plan in backward.launches if any(needed) else ():
-
-        def over_rows(pointers, at, start, eps, weight_offset, blocks=plan.blocks):
-            dx, dresidual, dweight, dbias = at
-            if not direct:
-                dweight, dbias = start + dweight_offset, start + dbias_offset
-            return (*pointers, start, dx, dresidual, dweight, dbias, *sizes, weight_offset, blocks)
-
-        steps.append((plan, over_rows))
-    if direct:
+    sums = ("q2", "q3") if backward.direct else (("start", dweight_offset), ("start", dbias_offset))
+    pointers = ("p0", "p1", "p2", "p3", "p4", "start", "q0", "q1")
+    steps: list[tuple[planning.Plan, Sequence[calls.Argument]]] = [
+        (plan, (*pointers, *sums, *sizes, "offset", plan.blocks)) for plan in (backward.launches if any(needed) else ())
+    ]
+    if backward.direct:
         return steps
     for index, offset in ((2, dweight_offset), (3, dbias_offset)):
         if needed[index]:
@@ -463,19 +467,8 @@ def _backward_steps(
                 door.cols, traits, weight=dtypes[index], compute=_real(door.x.dtype), heads=door.heads
             )
             counts = (backward.partials_rows // door.heads, backward.partials_pitch, door.heads, door.cols, plan.blocks)
-
-            def over_partials(pointers, at, start, eps, weight_offset, index=index, offset=offset, counts=counts):
-                return (start + offset, at[index], *counts)
-
-            steps.append((plan, over_partials))
+            steps.append((plan, (("start", offset), f"q{index}", *counts)))
     return steps
-
-
-def _share(results: list[Any], fused: bool) -> list[Any]:
-    """dx and dresidual are one array where their dtypes agree."""
-    if fused and results[1] is None:
-        results[1] = results[0]
-    return results
 
 
 def _checked(
@@ -483,24 +476,28 @@ def _checked(
     wanted: tuple[str | None, ...],
     shapes: tuple[tuple[int, ...], ...],
     scratch_bytes: int,
-    steps: list[tuple[planning.Plan, calls.Arguments]],
-) -> calls.Checked:
+    steps: Sequence[tuple[planning.Plan, Sequence[calls.Argument]]],
+    operands: tuple[Any, ...],
+    given: tuple[Any, ...],
+) -> calls.Call:
     """Compiles everything before anything runs."""
     if door.device.kind == "host":
         from .devices import host as device
     else:
         from .devices import cupy as device
     elements, index = door.rows * door.cols, door.device.index
-    ready = tuple(
-        (device.prepare(program(plan.kernel, plan.constants), plan.blocks, elements, index), arguments)
-        for plan, arguments in steps
-    )
-    make = door.library.maker
-    makers = (
-        None if dtype is None else make(shape, dtype, door.device) for dtype, shape in zip(wanted, shapes, strict=True)
-    )
-    scratch = make((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    return calls.Checked(door.library, tuple(makers), scratch, ready, door.library.stream_getter(door.device))
+    launches = [(program(plan.kernel, plan.constants), plan.blocks, elements, index) for plan, _ in steps]
+    if isinstance(door.library, Outlines):
+        door.library.programs |= dict.fromkeys((device.prepare, *launch) for launch in launches)
+        return calls.Call(door.library, door.device, None, [None] * len(wanted), None, [], operands, given)
+    ready = [(device.prepare(*launch), arguments) for launch, (_, arguments) in zip(launches, steps, strict=True)]
+    library = door.library.memory(door.device)
+    makers = [
+        None if dtype is None else library.maker(shape, dtype, door.device)
+        for dtype, shape in zip(wanted, shapes, strict=True)
+    ]
+    scratch = library.maker((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
+    return calls.Call(library, door.device, device.place(), makers, scratch, ready, operands, given)
 
 
 def _order_streams(door: Door) -> None:
@@ -579,45 +576,69 @@ def _tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else ()
 
 
-def _name_outputs(out: Any, names: list[str]) -> dict[str, Any]:
-    if out is None:
-        return {}
+def _in_order(out: Any, fused: bool, with_bias: bool) -> tuple[Any, ...]:
+    """The caller's outputs as (dx, dresidual, dweight, dbias)."""
+    names = ("dx", "dresidual", "dweight") if fused else ("dx", "dweight")
+    names = (*names, "dbias") if with_bias else names
     if not isinstance(out, (tuple, list)) or len(out) != len(names):
         raise TypeError(f"out must be the tuple ({', '.join(names)}), None for each that is to be allocated or skipped")
-    return dict(zip(names, out, strict=True))
+    dx, *others = out
+    return (dx, *(others if fused else (None, *others)), *(() if with_bias else (None,)))
 
 
-def _one_gradient(given: dict[str, Any]) -> dict[str, Any]:
-    """dx and dresidual are one array here: the caller may give it as either or as both."""
-    dx, dresidual = given.get("dx"), given.pop("dresidual", None)
+def _merge_gradients(named: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
+    """The outputs as they are where dx and dresidual are one array, which the caller may give as either (1) or as
+    both (2), and which of it was done."""
+    dx, dresidual, *sums = named
+    if dresidual is None or (dx is not None and dx is not dresidual):
+        return named, 0
+    return (dresidual, None, *sums), 1 if dx is None else 2
+
+
+def _require_one_gradient(named: tuple[Any, ...]) -> None:
+    dx, dresidual = named[:2]
     if dx is not None and dresidual is not None and dx is not dresidual:
         raise ValueError("out: dx and dresidual have one dtype and are one array; give the same array, or None for one")
-    return {**given, "dx": dx if dx is not None else dresidual} if given or dresidual is not None else given
 
 
 # ------------------------------------------------------------------------------------------------ torch's gradients
 
 
-def _needs_autograd(*operands: Any) -> bool:
+_autograd: Any = None  # the module, once it was needed: an import statement costs a microsecond each time
+
+
+def _load_autograd() -> Any:
+    global _autograd
+    from . import autograd
+
+    _autograd = autograd
+    return autograd
+
+
+def _needs_autograd(x: Any, *others: Any) -> bool:
     """Whether autograd or torch.compile has to see this call. False without torch, and inside a Function."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    if torch.compiler.is_compiling():  # the compiler knows the operators, not the pointers behind them
-        return isinstance(operands[0], torch.Tensor)
+    tensor, compiling = torch.Tensor, torch.compiler.is_compiling
+    if not isinstance(x, tensor):
+        for other in others:
+            if isinstance(other, tensor) and other.requires_grad and torch.is_grad_enabled() and not compiling():
+                raise RuntimeError(
+                    f"x is a {type(x).__module__} array, but another operand is a torch tensor that requires a "
+                    "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
+                )
+        return False
+    if compiling():  # the compiler knows the operators, not the pointers behind them
+        return True
     if not torch.is_grad_enabled():
         return False
-    needs = False
-    for operand in operands:  # a loop: any() with a generator takes three times as long
-        if operand is not None and isinstance(operand, torch.Tensor) and operand.requires_grad:
-            needs = True
-            break
-    if needs and not isinstance(operands[0], torch.Tensor):
-        raise RuntimeError(
-            f"x is a {type(operands[0]).__module__} array, but another operand is a torch tensor that requires a "
-            "gradient, which would be lost; pass x as a torch tensor (to_torch), or call under torch.no_grad()"
-        )
-    return needs
+    if x.requires_grad:
+        return True
+    for other in others:  # noqa: SIM110  (any() with a generator takes three times as long)
+        if other is not None and isinstance(other, tensor) and other.requires_grad:
+            return True
+    return False
 
 
 def _refuse_gradient(name: str, instead: str, *operands: Any) -> None:

@@ -288,9 +288,9 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             "early_weight": early,
             "unpack_again": not early or tight,
         }
-    # Longer rows. NVIDIA: what registers do not keep stays in shared memory: 260 and 275 µs at 65536 and 131072 columns,
-    # fused 529 and 533; read again from L2 264 and 329, fused 594 and 673. Up to 32768 columns two blocks overlap; the
-    # fused add does better with one that keeps its row in registers (519, not 523).
+    # Longer rows. NVIDIA: what registers do not keep stays in shared memory: 260 and 275 µs at 65536 and 131072
+    # columns, fused 529 and 533; read again from L2 264 and 329, fused 594 and 673. Up to 32768 columns two blocks
+    # overlap; the fused add does better with one that keeps its row in registers (519, not 523).
     stashed = 0
     if traits.vendor == "amd":
         kept = (8 if pack == 4 else 4) if packs > 16 else min(packs, 8) if fused or packs > 8 else 2

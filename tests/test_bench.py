@@ -287,6 +287,17 @@ def test_overhead_leaves_out_what_fails():
     assert absent == {"bad": "RuntimeError: no such kernel"}
 
 
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_fresh_process_is_soon_ready(on_gpu):
+    """Three times what is wanted, since tests share the machine: an import of torch alone would take longer."""
+    absent = {}
+    entries = overhead._start(on_gpu, absent)
+    assert absent == {}
+    assert len(entries) == 3
+    for entry in entries:
+        assert entry.seconds <= 3 * entry.target, entry
+
+
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 

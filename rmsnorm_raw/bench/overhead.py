@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,20 +31,23 @@ BATCH_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Entry:
-    """The median time of a call, and its ratio to the sum of other entries, by name."""
+    """The median time of a call, and its ratio to the sum of other entries, by name. `target`: what the ratio shall be
+    at most, or the seconds where there is nothing to compare with."""
 
     name: str
     seconds: float
     against: tuple[str, ...] = ()
     ratio: float | None = None
+    target: float | None = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time; `against` names the calls whose times together it is compared with."""
+    """A call to time; `against` names the calls whose times together it is compared with, `target` the ratio wanted."""
 
     run: Callable[[], Any]
     against: tuple[str, ...] = ()
+    target: float | None = None
 
 
 def measure() -> tuple[list[Entry], dict[str, str]]:
@@ -55,6 +62,7 @@ def measure() -> tuple[list[Entry], dict[str, str]]:
 
     why = environment.find_gpus()[1] or environment.try_device("gpu")
     wait: Callable[[], Any] = _nothing
+    on_gpu = why is None
     if why is not None:
         absent["GPU"] = why
     else:
@@ -76,7 +84,7 @@ def measure() -> tuple[list[Entry], dict[str, str]]:
         _add_numpy(calls)
         if torch is not None:
             _add_torch(calls, torch, "cpu", ", CPU")
-    return _time(calls, wait, absent), absent
+    return _time(calls, wait, absent) + _start(on_gpu, absent), absent
 
 
 def _nothing() -> None:
@@ -131,12 +139,14 @@ def _add_torch(calls: dict[str, Call], torch: Any, device: str, where: str) -> N
 
     one, fused, both = (x, weight), (x, residual, weight), (dout, residual)
     bare, step, fused_step = f"F.rms_norm{where}", f"F.rms_norm{where}, f+b", f"x + residual, F.rms_norm{where}, f+b"
-    calls[f"rmsnorm(torch{where})"] = Call(lambda: ops.rmsnorm(x, weight, EPS), (bare,))
+    calls[f"rmsnorm(torch{where})"] = Call(lambda: ops.rmsnorm(x, weight, EPS), (bare,), 1.0)
     calls[f"rmsnorm(torch{where}, out=)"] = Call(lambda: ops.rmsnorm(x, weight, EPS, out=out), (bare,))
     calls[bare] = Call(lambda: rms_norm(x, weight))
-    calls[f"rmsnorm(torch{where}), f+b"] = Call(_training(ops.rmsnorm, one, (dout,)), (step,))
+    calls[f"rmsnorm(torch{where}), f+b"] = Call(_training(ops.rmsnorm, one, (dout,)), (step,), 1.0)
     calls[step] = Call(_training(rms_norm, one, (dout,)))
-    calls[f"fused_add_rmsnorm(torch{where}), f+b"] = Call(_training(ops.fused_add_rmsnorm, fused, both), (fused_step,))
+    calls[f"fused_add_rmsnorm(torch{where}), f+b"] = Call(
+        _training(ops.fused_add_rmsnorm, fused, both), (fused_step,), 0.8
+    )
     calls[fused_step] = Call(_training(add_rms_norm, fused, both))
 
 
@@ -172,8 +182,8 @@ def _add_cupy(calls: dict[str, Call], cupy: Any) -> None:
     out, kernel = cupy.empty_like(x), copy_kernel(cupy, 1)
     packs = x.nbytes // 16
     blocks = -(-packs // COPY_THREADS)
-    calls["rmsnorm(CuPy)"] = Call(lambda: ops.rmsnorm(x, weight, EPS), ("RawKernel launch", "cupy.empty"))
-    calls["rmsnorm(CuPy, out=)"] = Call(lambda: ops.rmsnorm(x, weight, EPS, out=out), ("RawKernel launch",))
+    calls["rmsnorm(CuPy)"] = Call(lambda: ops.rmsnorm(x, weight, EPS), ("RawKernel launch", "cupy.empty"), 1.5)
+    calls["rmsnorm(CuPy, out=)"] = Call(lambda: ops.rmsnorm(x, weight, EPS, out=out), ("RawKernel launch",), 1.2)
     calls["RawKernel launch"] = Call(lambda: kernel((blocks,), (COPY_THREADS,), (x, out, packs)))
     calls["cupy.empty"] = Call(lambda: cupy.empty((ROWS, COLS), x.dtype))
 
@@ -183,7 +193,8 @@ def _add_numpy(calls: dict[str, Call]) -> None:
         x, weight = _numpy_operands(rows, cols)
         out = np.empty_like(x)
         shape = "" if cols == COLS else f" {rows}x{cols}"
-        calls[f"rmsnorm(NumPy{shape})"] = Call(lambda x=x, w=weight: ops.rmsnorm(x, w, EPS))
+        target = None if cols == COLS else 15e-6  # that one is about the call itself
+        calls[f"rmsnorm(NumPy{shape})"] = Call(lambda x=x, w=weight: ops.rmsnorm(x, w, EPS), target=target)
         calls[f"rmsnorm(NumPy{shape}, out=)"] = Call(lambda x=x, w=weight, out=out: ops.rmsnorm(x, w, EPS, out=out))
 
 
@@ -205,6 +216,8 @@ def _time(calls: dict[str, Call], wait: Callable[[], Any], absent: dict[str, str
         for _ in range(BATCHES):
             for name, count in counts.items():
                 run = calls[name].run
+                for _ in range(max(3, count // 4)):  # autograd's thread has slept since the last batch of its kind
+                    run()
                 began = time.perf_counter()
                 for _ in range(count):
                     run()
@@ -215,7 +228,7 @@ def _time(calls: dict[str, Call], wait: Callable[[], Any], absent: dict[str, str
         if collecting:
             gc.enable()
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    return [_entry(name, medians, calls[name].against) for name in medians]
+    return [_entry(name, medians, calls[name]) for name in medians]
 
 
 def _batch_size(name: str, call: Call, wait: Callable[[], Any], absent: dict[str, str]) -> int:
@@ -233,7 +246,52 @@ def _batch_size(name: str, call: Call, wait: Callable[[], Any], absent: dict[str
     return max(5, min(500, int(10 * BATCH_SECONDS / (time.perf_counter() - began))))
 
 
-def _entry(name: str, medians: dict[str, float], against: tuple[str, ...]) -> Entry:
-    if not against or any(other not in medians for other in against):
-        return Entry(name, medians[name])
-    return Entry(name, medians[name], against, medians[name] / sum(medians[other] for other in against))
+def _entry(name: str, medians: dict[str, float], call: Call) -> Entry:
+    if call.against and all(other in medians for other in call.against):
+        ratio = medians[name] / sum(medians[other] for other in call.against)
+        return Entry(name, medians[name], call.against, ratio, call.target)
+    return Entry(name, medians[name], target=None if call.against else call.target)
+
+
+# ------------------------------------------------------------------------------------------------ a fresh process
+
+_FRESH = """
+import sys, time, numpy
+started = time.perf_counter()
+import rmsnorm_raw
+times = [time.perf_counter() - started]
+library, wait = numpy, int
+if sys.argv[1] == "gpu":
+    import cupy as library
+    wait = library.cuda.runtime.deviceSynchronize
+x, weight, rstd = (library.zeros(shape, library.float32) for shape in ((4, 1024), (1024,), (4,)))
+wait()
+for call in (lambda: rmsnorm_raw.rmsnorm(x, weight), lambda: rmsnorm_raw.rmsnorm_bwd(x, weight, x, rstd)):
+    started = time.perf_counter()
+    call()
+    wait()
+    times.append(time.perf_counter() - started)
+print(*times)
+"""
+
+
+def _start(on_gpu: bool, absent: dict[str, str]) -> list[Entry]:
+    """What a fresh process waits for, after NumPy's import, CuPy's and its context."""
+    where = "gpu" if on_gpu else "host"
+    with tempfile.TemporaryDirectory(prefix="rmsnorm_raw-") as folder:
+        caches = {"RMSNORM_RAW_CACHE_DIR": folder, "CUPY_CACHE_DIR": folder}
+        settings = os.environ | caches | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        runs: list[list[float]] = []
+        for _ in range(4):  # the first on empty caches
+            command = [sys.executable, "-c", _FRESH, where]
+            done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+            if done.returncode:
+                absent["a fresh process"] = done.stderr.strip()[-200:]
+                return []
+            runs.append([float(word) for word in done.stdout.split()])
+    imported, called = (statistics.median(run[i] for run in runs[1:]) for i in (0, 1))
+    return [
+        Entry("import rmsnorm_raw", imported, target=60e-3),
+        Entry(f"first call, warm cache ({where})", called, target=200e-3),
+        Entry(f"first call that compiles a program ({where})", max(runs[0][1:]), target=1.0),
+    ]

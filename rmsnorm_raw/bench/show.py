@@ -207,14 +207,21 @@ def print_overhead(entries: Sequence[Entry], absent: dict[str, str], console: Co
     table.add_column("call", no_wrap=True)
     table.add_column("µs", justify="right", no_wrap=True)
     table.add_column("×", justify="right", no_wrap=True)
+    table.add_column("at most", justify="right", no_wrap=True)
     table.add_column("of", no_wrap=True)
     for entry in entries:
         ratio = "" if entry.ratio is None else f"{entry.ratio:.2f}"
         style = "bold" if entry.against else ""
-        table.add_row(entry.name, _micro(entry.seconds), ratio, " + ".join(entry.against), style=style)
+        table.add_row(entry.name, _micro(entry.seconds), ratio, _target(entry), " + ".join(entry.against), style=style)
     _print_table(table, console)
     for name, why in absent.items():
         console.print(f"left out: {name}: {why}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _target(entry: Entry) -> str:
+    if entry.target is None:
+        return ""
+    return f"{entry.target:.1f} ×" if entry.ratio is not None else f"{_micro(entry.target)} µs"
 
 
 def _by_operation(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -272,11 +279,14 @@ def write_overhead(entries: Sequence[Entry], absent: dict[str, str], folder: Pat
         return
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        {"call": e.name, "us": _us(e.seconds), "ratio": _rounded(e.ratio, 4), "of": " + ".join(e.against)}
+        {
+            "call": e.name, "us": _us(e.seconds), "ratio": _rounded(e.ratio, 4), "at_most": _target(e),
+            "of": " + ".join(e.against),
+        }
         for e in entries
-    ]
+    ]  # fmt: skip
     with (folder / "overhead.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["call", "us", "ratio", "of"])
+        writer = csv.DictWriter(file, ["call", "us", "ratio", "at_most", "of"])
         writer.writeheader()
         writer.writerows(rows)
     _write_json(folder / "overhead.json", _about() | {"left_out": absent, "calls": rows})

@@ -1,6 +1,7 @@
 """One file for each way to run a program. host and cupy have the same calls:
 
-traits(index) -> plan.Traits;  prepare(program, blocks, elements, index) -> launch(arguments, stream), compiled.
+traits(index) -> plan.Traits;  prepare(program, blocks, elements, index) -> launch(arguments, stream), compiled;
+place() -> what tells the current device's index and switches to another for a while, None where there is one device.
 
 hip and clang only compile: to AMD code objects, with hipRTC and with the clang of the ziglang package.
 """

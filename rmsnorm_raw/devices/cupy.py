@@ -10,9 +10,8 @@ import ctypes
 import hashlib
 import shutil
 import struct
-import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +137,42 @@ def prepare(program: Program, blocks: int, elements: int, index: int) -> Callabl
         if shared:
             kernel.max_dynamic_shared_size_bytes = shared
     pack, places = _packer(program.arguments_format)
-    current, guard = cupy.cuda.runtime.getDevice, cupy.cuda.Device
+    # The driver reads the arguments while the GIL is released: a buffer belongs to one thread until it has returned.
+    buffers: list[tuple[Any, int, Any]] = []
+    space = {
+        "buffers": buffers, "fresh": partial(_argument_buffer, places), "pack": pack, "raw_launch": raw_launch,
+        "function": function, "blocks": blocks, "threads": threads, "shared": shared,
+        "kernel": kernel,  # its module stays loaded
+    }  # fmt: skip
 
-    def launch(arguments: tuple, stream: int, kernel: Any = kernel) -> None:  # kernel: its module stays loaded
-        buffer, pointers = _argument_buffer(places)
-        pack(buffer, 0, *arguments)
-        if current() == index:
-            raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, 0)
-        else:
-            with guard(index):
-                raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, 0)
+    def launch(arguments: tuple, stream: int) -> None:
+        try:
+            mine = buffers.pop()
+        except IndexError:
+            mine = _argument_buffer(places)
+        pack(mine[0], 0, *arguments)
+        with cupy.cuda.Device(index):
+            raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, mine[1], 0)
+        buffers.append(mine)
 
+    setattr(launch, "inline", (_INLINE, space))  # noqa: B010
     return launch
+
+
+# `launch` as lines for a function that has the arguments in variables, the stream in `here` and the device current:
+# without a frame of its own and a tuple. Names in braces are those of `space`.
+_INLINE = """\
+    try: mine = {buffers}.pop()
+    except IndexError: mine = {fresh}()
+    {pack}(mine[0], 0, {arguments})
+    {raw_launch}({function}, {blocks}, 1, 1, {threads}, 1, 1, {shared}, here, mine[1], 0)
+    {buffers}.append(mine)"""
+
+
+def place() -> tuple[Callable[[], int], Callable[[int], Any]]:
+    """What tells the current device, and a context that makes another one current."""
+    cupy = require_cupy()
+    return cupy.cuda.runtime.getDevice, cupy.cuda.Device
 
 
 def _launch_by_cupy(
@@ -188,19 +211,12 @@ def _packer(arguments_format: str) -> tuple[Any, tuple[int, ...]]:
     return struct.Struct(arguments_format).pack_into, places
 
 
-_buffers = threading.local()  # the driver reads the arguments while the GIL is released: one buffer for each thread
-
-
-def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int]:
-    """This thread's buffer for arguments that begin at `places`, and the address of its table of pointers to them."""
-    known: dict[Any, Any] = _buffers.__dict__
-    found = known.get(places)
-    if found is None:
-        buffer = ctypes.create_string_buffer(256)
-        base = ctypes.addressof(buffer)
-        table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
-        found = known[places] = (buffer, ctypes.addressof(table), table)
-    return found[0], found[1]
+def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int, Any]:
+    """A buffer for arguments that begin at `places`, the address of a table of pointers to them, and the table."""
+    buffer = ctypes.create_string_buffer(256)
+    base = ctypes.addressof(buffer)
+    table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+    return buffer, ctypes.addressof(table), table
 
 
 def order(before: int, after: int, index: int) -> None:

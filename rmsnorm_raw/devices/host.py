@@ -197,6 +197,10 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
+def place() -> None:
+    """There is one host, and it is always current."""
+
+
 def prepare(program: Program, blocks: int, elements: int, index: int = 0) -> Callable[[tuple, int], None]:
     """Compiles; the launch that comes back takes the arguments (and a stream, for which the host has no use)."""
     kernel, pack = compile(program), program.pack_arguments
