@@ -46,6 +46,7 @@ DEVICE double inverse_sqrt(double v) { return 1.0 / sqrt(v); }
 DEVICE void forget(uint32& v, uint32 zero) { v ^= zero; }
 DEVICE void forget(float& v, uint32 zero) { v = __uint_as_float(__float_as_uint(v) ^ zero); }
 DEVICE void forget(double&, uint32) {}
+constexpr bool HAS_UNIFORM = false;
 DEVICE int uniform(int v) { return v; }
 template <class T>
 DEVICE void settle(T&) {}
@@ -120,6 +121,7 @@ DEVICE void forget(T& v, uint32) {
     asm volatile("" : "+v"(v));
 }
 // The same value in all lanes of the wave, so that what follows from it is scalar.
+constexpr bool HAS_UNIFORM = true;
 DEVICE int uniform(int v) { return __builtin_amdgcn_readfirstlane(v); }
 // Here, and no sooner, a load is waited for. A value that a loop hands on would be waited for at the loop's head, and
 // with it the stores since; one that no turn changes before the loop, and so before the loads of the row.
@@ -183,6 +185,7 @@ DEVICE float inverse_sqrt(float v) { return 1.0f / __builtin_sqrtf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
 DEVICE void forget(T&, uint32) {}
+constexpr bool HAS_UNIFORM = false;
 DEVICE int uniform(int v) { return v; }
 template <class T>
 DEVICE void settle(T&) {}
@@ -606,9 +609,11 @@ struct Place {
     DEVICE_MEMBER bool is_first_thread() const { return first_col == 0; }
 };
 
+// Whether a wave has one row, and the compiler knows.
+constexpr bool ROWS_ARE_UNIFORM = HAS_UNIFORM && THREADS_PER_ROW % WAVE == 0;
 DEVICE int row_in_block() {
     const int row = thread_index() / THREADS_PER_ROW;
-    return ROWS_PER_BLOCK == 1 ? 0 : THREADS_PER_ROW % WAVE == 0 ? uniform(row) : row;
+    return ROWS_PER_BLOCK == 1 ? 0 : ROWS_ARE_UNIFORM ? uniform(row) : row;
 }
 
 DEVICE Place place(int64 rows, int blocks) {

@@ -38,11 +38,17 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         if constexpr (WEIGHT != NONE) to.weight = load<WEIGHT>(weight, at.col(p), COLS);
         if constexpr (BIAS != NONE) to.bias = load<BIAS>(bias, at.col(p), COLS);
     };
-    const auto load_pack = [&](int64 i, int p, Input& to) LAMBDA {
-        // Beyond the end the last row again, which is not stored: cheaper than zeros.
-        const int64 row = at.row(i + at.row_in_block < at.end ? i + at.row_in_block : at.end - 1);
-        to.x = load_once<X>(x + row * x_pitch, at.col(p), COLS);
-        if constexpr (ADD_RESIDUAL) to.residual = load_once<RESIDUAL>(residual + row * residual_pitch, at.col(p), COLS);
+    const auto load_packs = [&](int64 i, int begin, int count, Input* to) LAMBDA {
+        const bool there = ROWS_PER_BLOCK == 1 || i + at.row_in_block < at.end;
+        if (ROWS_ARE_UNIFORM && !there) return;  // cheaper than zeros: what comes of nothing is not stored
+        const int64 row = at.row(i + at.row_in_block);
+        const int cols = there ? COLS : 0;
+        UNROLL for (int p = 0; p < count; ++p) {
+            to[p].x = load_once<X>(x + row * x_pitch, at.col(begin + p), cols);
+            if constexpr (ADD_RESIDUAL) {
+                to[p].residual = load_once<RESIDUAL>(residual + row * residual_pitch, at.col(begin + p), cols);
+            }
+        }
     };
     const auto hold = [&](const Input& in) LAMBDA {
         if constexpr (!ADD_RESIDUAL) return converted<HELD>(in.x);
@@ -58,9 +64,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     Pack<HELD> kept[SLOTS];
     DYNAMIC_SHARED(Pack<HELD>, stash, STASHED * THREADS);  // of each thread its own, so nothing waits for it
     Factors factors[SLOTS], passing_factors[BATCH];
-    if (PREFETCH && at.first < at.end) {
-        UNROLL for (int p = 0; p < KEPT; ++p) load_pack(at.first, p, next[p]);
-    }
+    if (PREFETCH && at.first < at.end) load_packs(at.first, 0, KEPT, next);
     if constexpr (EARLY_WEIGHT) {
         UNROLL for (int p = 0; p < KEPT; ++p) load_factors(p, factors[p]);
     }
@@ -85,15 +89,11 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         at.renew();
         real total = 0;
         wide lanes[ACCUMULATORS] = {};
-        UNROLL for (int p = 0; p < KEPT; ++p) {
-            if constexpr (PREFETCH) {
-                in[p] = next[p];
-            } else {
-                load_pack(i, p, in[p]);
-            }
-        }
-        if (PREFETCH && i + at.step < at.end) {
-            UNROLL for (int p = 0; p < KEPT; ++p) load_pack(i + at.step, p, next[p]);
+        if constexpr (PREFETCH) {
+            UNROLL for (int p = 0; p < KEPT; ++p) in[p] = next[p];
+            if (i + at.step < at.end) load_packs(i + at.step, 0, KEPT, next);
+        } else {
+            load_packs(i, 0, KEPT, in);
         }
         UNROLL for (int p = 0; p < KEPT; ++p) settle_input(in[p]);
         UNROLL for (int p = 0; p < KEPT; ++p) {
@@ -102,7 +102,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             add_squares(kept[p], lanes);
         }
         for (int begin = KEPT; begin < KEPT + STASHED; begin += BATCH) {
-            UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
+            load_packs(i, begin, BATCH, passing);
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 const Pack<HELD> held = hold(passing[p]);
                 store_residual(begin + p, held);
@@ -113,7 +113,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
         // residual_out may be the residual itself: what is read again is stored only then.
         for (int section = KEPT + STASHED; section < PACKS; section += SECTION) {
             for (int begin = section; begin < smaller(PACKS, section + SECTION); begin += BATCH) {
-                UNROLL for (int p = 0; p < BATCH; ++p) load_pack(i, begin + p, passing[p]);
+                load_packs(i, begin, BATCH, passing);
                 UNROLL for (int p = 0; p < BATCH; ++p) add_squares(hold(passing[p]), lanes);
             }
             if (section + SECTION < PACKS) {
@@ -168,10 +168,8 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
             }
         }
         for (int begin = KEPT + STASHED; begin < PACKS; begin += BATCH) {
-            UNROLL for (int p = 0; p < BATCH; ++p) {
-                load_factors(begin + p, passing_factors[p]);
-                load_pack(i, begin + p, passing[p]);
-            }
+            UNROLL for (int p = 0; p < BATCH; ++p) load_factors(begin + p, passing_factors[p]);
+            load_packs(i, begin, BATCH, passing);
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 const Pack<HELD> held = hold(passing[p]);
                 store_residual(begin + p, held);

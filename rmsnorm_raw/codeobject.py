@@ -528,6 +528,8 @@ class Listing:
             following = [after for after in self._after(i) if inside is None or after in inside]
             if not following:
                 break
+            if len(following) == 2 and self.instructions[i + 1].name == "s_branch":
+                following.reverse()  # what is skipped stands behind the skip
             i = next((after for after in following if after not in seen), following[0])
         return path
 

@@ -678,13 +678,15 @@ def test_B19_shared_memory_fits_without_leave(tmp_path):
             assert of_code(amd_assembly("gfx942", text_of(plan), tmp_path), "group_segment_fixed_size") <= 65536
 
 
-def test_B21_no_attribute_of_a_kernel_is_set(fake_cupy):
+def test_B21_no_attribute_of_a_kernel_is_set_on_rocm(fake_cupy):
     """cupy/cupy#9961: on ROCm CuPy raises where the limit of dynamic shared memory is set, to 0 too."""
     fake = fake_cupy("gfx942:sramecc+:xnack-")
-    for plan in plans(AMD["gfx942"], 64, 16384):
-        launch_on(plan)
-    assert len(fake.launched) >= 5
-    assert not any("max_dynamic_shared_size_bytes" in path.read_text() for path in ROOT.glob("rmsnorm_raw/**/*.py"))
+    assert gpu.traits(0).shared_bytes == 0, "plans for it would ask for what cannot be set"
+    for cols in (64, 16384, 131072):
+        for plan in plans(gpu.traits(0), 64, cols):
+            launch_on(plan)
+    assert len(fake.launched) >= 15
+    assert not any(launch.shared for launch in fake.launched)
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -49,6 +49,7 @@ DEVICE unsigned narrow_f16(float low, float high) {
 DEVICE void forget(unsigned& v, unsigned zero) { v ^= zero; }
 DEVICE void forget(float& v, unsigned zero) { v = as_float(as_bits(v) ^ zero); }
 DEVICE void forget(double&, unsigned) {}
+constexpr bool HAS_UNIFORM = false;
 DEVICE int uniform(int v) { return v; }
 
 template <class T>
@@ -92,6 +93,7 @@ DEVICE unsigned __builtin_amdgcn_update_dpp(unsigned old, unsigned v, int contro
     return source >= 0 ? got : bound ? 0 : old;
 }
 DEVICE unsigned __builtin_amdgcn_readlane(unsigned v, int lane) { return lanes_exchange(v, lane, lane); }
+constexpr bool HAS_UNIFORM = true;
 DEVICE int uniform(int v) { return lanes_exchange(v, 0, 0); }           // a value that differs is the first lane's
 DEVICE unsigned __builtin_amdgcn_ds_swizzle(unsigned v, int pattern) {  // bit-mask mode: in groups of 32 lanes
     if (pattern & 0x8000) lanes_refuse("a ds_swizzle mode that is not written here");
