@@ -269,24 +269,25 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
         "interleaved": True,
     }
     if packs <= 4:
-        # From 8192 columns a block's registers are dear: the weight comes late, from L1. Few rows are worth a
-        # persistent grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
+        # Few rows are worth a persistent grid: 3.0 instead of 3.2 at 512×2048; from about 16 rows a unit on it loses.
         prefetch = rows <= 8 * traits.units and threads <= 256
-        early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
         if traits.vendor == "amd":
             resident = _forward_residency_on_amd(packs, prefetch, fused)
         elif threads > 256:
             resident = 1024
         else:
             resident = 512 if prefetch or threads == 256 else 768 if fused else 1024
-        tight = traits.vendor == "nvidia" and packs == 4 and resident == 1024  # 64 registers, and the values take 32
+        # From 8192 columns a block's registers are dear, and with 64 for a thread any are: the weight comes late, from
+        # L1. At 2048 columns 64.7 late, 64.9 early.
+        early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
+        early = early and not (traits.vendor == "nvidia" and packs > 2 and resident == 1024)
         return shape | {
             "kept": packs,
             "batch": packs if early else min(2, packs),
             "blocks_per_unit": max(1, resident // block),
             "prefetch": prefetch,
             "early_weight": early,
-            "unpack_again": not early or tight,
+            "unpack_again": not early,
         }
     # Longer rows. NVIDIA: what registers do not keep stays in shared memory: 260 and 275 µs at 65536 and 131072
     # columns, fused 529 and 533; read again from L2 264 and 329, fused 594 and 673. Up to 32768 columns two blocks
