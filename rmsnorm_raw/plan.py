@@ -277,17 +277,17 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             resident = 1024
         else:
             resident = 512 if prefetch or threads == 256 else 768 if fused else 1024
-        # From 8192 columns a block's registers are dear, and with 64 for a thread any are: the weight comes late, from
-        # L1. At 2048 columns 64.7 late, 64.9 early.
+        # From 8192 columns a block's registers are dear: the weight comes late, from L1. At 2048 columns 64.7 late, 64.9
+        # early; at 4096 and 2880 with 64 registers 18.7 and 14.9 late, 18.0 and 13.2 early.
         early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
-        early = early and not (traits.vendor == "nvidia" and packs > 2 and resident == 1024)
+        tight = traits.vendor == "nvidia" and packs > 2 and resident == 1024 and cols % (threads * pack) != 0
         return shape | {
             "kept": packs,
             "batch": packs if early else min(2, packs),
             "blocks_per_unit": max(1, resident // block),
             "prefetch": prefetch,
             "early_weight": early,
-            "unpack_again": not early,
+            "unpack_again": not early or tight,
         }
     # Longer rows. NVIDIA: what registers do not keep stays in shared memory: 260 and 275 µs at 65536 and 131072
     # columns, fused 529 and 533; read again from L2 264 and 329, fused 594 and 673. Up to 32768 columns two blocks
