@@ -277,8 +277,8 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             resident = 1024
         else:
             resident = 512 if prefetch or threads == 256 else 768 if fused else 1024
-        # From 8192 columns a block's registers are dear: the weight comes late, from L1. At 2048 columns 64.7 late, 64.9
-        # early; at 4096 and 2880 with 64 registers 18.7 and 14.9 late, 18.0 and 13.2 early.
+        # From 8192 columns a block's registers are dear: the weight comes late, from L1. At 2048 columns 64.7 late,
+        # 64.9 early; at 4096 and 2880 with 64 registers 18.7 and 14.9 late, 18.0 and 13.2 early.
         early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
         tight = traits.vendor == "nvidia" and packs > 2 and resident == 1024 and cols % (threads * pack) != 0
         return shape | {
