@@ -218,8 +218,8 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
 
 
 # Function.apply looks for functorch's transforms and wrappers in Python before it calls this: 2 µs.
-_APPLY = super(torch.autograd.Function, RMSNormFunction).apply
-_APPLY_FUSED = super(torch.autograd.Function, FusedAddRMSNormFunction).apply
+_APPLY = super(torch.autograd.Function, RMSNormFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+_APPLY_FUSED = super(torch.autograd.Function, FusedAddRMSNormFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):

@@ -272,7 +272,8 @@ class TorchLibrary(Library):
         kind, where = getattr(torch, dtype), torch.device(self._device(device))
         strides = contiguous_strides(shape)
         try:  # what torch.compile's code calls: 1.1 µs, where torch.empty takes 4 to 6 to read its arguments
-            empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{where.type}")
+            guards = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+            empty = getattr(guards, f"_empty_strided_{where.type}")
             if device.kind == "host":
                 empty((1,), (1,), kind)
             return partial(empty, shape, strides, kind)
