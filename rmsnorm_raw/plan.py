@@ -162,8 +162,8 @@ def _rows_for(threads: int, block: int, wave: int) -> int:
 
 def _forward_residency_on_amd(packs: int, prefetch: bool, fused: bool) -> int:
     if packs == 1:
-        return 1024 if prefetch else 1536 if fused else 2048  # 51, 40 and 33 registers
-    return 768 if prefetch and fused and packs > 2 else 1024  # up to 138, else 116
+        return 1024 if prefetch else 1536 if fused else 2048  # 50, 38 and 34 registers
+    return 768 if prefetch and fused and packs > 2 else 1024  # up to 114, with the next row's to come
 
 
 def _on_host(cols: int, pack: int) -> dict:
@@ -279,8 +279,9 @@ def _forward_on_gpu(rows: int, cols: int, pack: int, traits: Traits, fused: bool
             resident = 512 if prefetch or threads == 256 else 768 if fused else 1024
         # From 8192 columns a block's registers are dear: the weight comes late, from L1. At 2048 columns 64.7 late,
         # 64.9 early; at 4096 and 2880 with 64 registers 18.7 and 14.9 late, 18.0 and 13.2 early.
-        early = threads < 256 and (packs != 2 or threads <= 64 or prefetch)
-        tight = traits.vendor == "nvidia" and packs > 2 and resident == 1024 and cols % (threads * pack) != 0
+        nvidia = traits.vendor == "nvidia"
+        early = threads < 256 and not (nvidia and packs == 2 and threads > 64 and not prefetch)
+        tight = nvidia and packs > 2 and resident == 1024 and cols % (threads * pack) != 0
         return shape | {
             "kept": packs,
             "batch": packs if early else min(2, packs),
@@ -416,9 +417,9 @@ def _backward_on_gpu(cols: int, x: str, real_bytes: int, traits: Traits, sums: i
         # columns 67.7 with 128×2, 3 a unit; 98 with 128×4, 2.
         rows_per_block = _rows_for(threads, 256 if added else 512, traits.wave)
     block = threads * rows_per_block
-    # Two packs with everything in registers take about 122 of them, 145 with a second gradient.
+    # Two packs with everything in registers take about 118 of them, with a second gradient all of 128.
     if amd:
-        # One pack takes 86, with a second gradient 96. Two take 149, so that 768 threads fit; if unpacked again 103.
+        # One pack takes 76, with a second gradient 90. Two take 136, so that 768 threads fit; if unpacked again 112.
         tight = packs == 2 and block >= (513 if added and tiles == 1 else 512)
         resident = 1024 if tight or (packs == 1 and added) else 1280 if packs == 1 else 768
         blocks_per_unit = max(1, resident // block)
