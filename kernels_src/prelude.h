@@ -111,9 +111,6 @@ DEVICE float as_float(uint32 bits) { return __builtin_bit_cast(float, bits); }
 DEVICE uint32 as_bits(float value) { return __builtin_bit_cast(uint32, value); }
 DEVICE float madd(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double madd(double a, double b, double c) { return __builtin_fma(a, b, c); }
-#if __has_builtin(__builtin_elementwise_fma)
-#define HAS_VECTOR_FMA
-#endif
 DEVICE float inverse_sqrt(float v) { return __builtin_amdgcn_rsqf(v); }
 DEVICE double inverse_sqrt(double v) { return 1.0 / __builtin_sqrt(v); }
 template <class T>
@@ -271,7 +268,7 @@ DEVICE T wave_sum(T v) {
 #define HAS_PAIRS
 typedef float pair __attribute__((vector_size(8)));
 DEVICE pair madd(pair a, pair b, pair c) {
-#if defined(HAS_VECTOR_FMA)
+#if __has_builtin(__builtin_elementwise_fma)  // clang 14 has not
     return __builtin_elementwise_fma(a, b, c);
 #else
     return pair{madd(a[0], b[0], c[0]), madd(a[1], b[1], c[1])};
@@ -337,25 +334,19 @@ template <int COUNT, class T>
 DEVICE void copy(T* to, const T* from) {
     *reinterpret_cast<Chunk<COUNT, T>*>(to) = *reinterpret_cast<const Chunk<COUNT, T>*>(from);
 }
-#if defined(__CUDACC__)
-template <int COUNT, class T>
-DEVICE void copy_once(T* to, const T* from) {
-    if constexpr (COUNT * sizeof(T) == 16) {
-        *reinterpret_cast<uint4*>(to) = __ldcg(reinterpret_cast<const uint4*>(from));
-    } else {
-        copy<COUNT>(to, from);
-    }
-}
-#define HAS_COPY_ONCE
-#endif
 #endif
 
-#if !defined(HAS_COPY_ONCE)
+// As copy, past L1.
 template <int COUNT, class T>
 DEVICE void copy_once(T* to, const T* from) {
+#if defined(__CUDACC__)
+    if constexpr (COUNT * sizeof(T) == 16) {
+        *reinterpret_cast<uint4*>(to) = __ldcg(reinterpret_cast<const uint4*>(from));
+        return;
+    }
+#endif
     copy<COUNT>(to, from);
 }
-#endif
 
 // ---------------------------------------------------------------------------------------------- numbers
 

@@ -31,10 +31,10 @@ constexpr bool ADDED_AHEAD = !PREFETCH && ROW_IN_REGISTERS && PACKS > 4;
 constexpr bool ADDED_DURING_SUM = !PREFETCH && ROW_IN_REGISTERS && SUM_HERE && !ADDED_AHEAD;
 constexpr bool ADDED_KEPT = VALUES_KEPT && PREFETCH && DRESIDUAL_OUT != NONE;
 // 16 bytes of the sums in shared memory: of each thread its own, so nothing waits for them.
+constexpr int SUMS = 16 / sizeof(real), SUMS_OF_PACK = PACK / SUMS;
 struct alignas(16) Sums {
-    real at[16 / sizeof(real)];
+    real at[SUMS];
 };
-constexpr int SUMS_OF_PACK = PACK * sizeof(real) / sizeof(Sums) > 0 ? PACK * sizeof(real) / sizeof(Sums) : 1;
 // What is known of the whole row.
 struct RowInput {
     real rstd, mean;
@@ -93,15 +93,13 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     const auto read_shared = [&](int p, wide* sums) LAMBDA {
         UNROLL for (int i = 0; i < SUMS_OF_PACK; ++i) {
             const Sums from = shared_sums[(p * SUMS_OF_PACK + i) * THREADS + thread_index()];
-            constexpr int COUNT = PACK / SUMS_OF_PACK;
-            UNROLL for (int k = 0; k < COUNT; ++k) reinterpret_cast<real*>(sums)[i * COUNT + k] = from.at[k];
+            UNROLL for (int k = 0; k < SUMS; ++k) reinterpret_cast<real*>(sums)[i * SUMS + k] = from.at[k];
         }
     };
     const auto write_shared = [&](int p, const wide* sums) LAMBDA {
         UNROLL for (int i = 0; i < SUMS_OF_PACK; ++i) {
             Sums to;
-            constexpr int COUNT = PACK / SUMS_OF_PACK;
-            UNROLL for (int k = 0; k < COUNT; ++k) to.at[k] = reinterpret_cast<const real*>(sums)[i * COUNT + k];
+            UNROLL for (int k = 0; k < SUMS; ++k) to.at[k] = reinterpret_cast<const real*>(sums)[i * SUMS + k];
             shared_sums[(p * SUMS_OF_PACK + i) * THREADS + thread_index()] = to;
         }
     };

@@ -88,9 +88,14 @@ class Constants:
         """Of shared memory that a launch has to name."""
         if self.sums_in_shared:
             return self.threads_per_row * self.packs * self.pack * SIZES[self.compute]
-        held = self.x if not self.add_residual else self.residual_out if self.round_residual else self.compute
+        held = _held(self.x, self.residual_out, self.compute, self.add_residual, self.round_residual)
         threads = self.threads_per_row * self.rows_per_block
         return self.stashed * threads * self.pack * SIZES[held] if held else 0
+
+
+def _held(x: str | None, residual_out: str | None, compute: str, added: bool, rounded: bool) -> str | None:
+    """The dtype of what a forward takes the sum of squares from: HELD in the kernel."""
+    return x if not added else residual_out if rounded else compute
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ def plan_forward(
     normed = residual_out if residual_out and round_residual else x
     pack = elements_per_pack(normed, traits)
     compute = "float64" if x == "float64" else "float32"
-    held = compute if residual and not round_residual else normed
+    held = _held(x, residual_out, compute, residual is not None, round_residual) or normed
     shape = (
         _on_host(cols, pack)
         if traits.vendor == "host"

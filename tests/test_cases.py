@@ -7,7 +7,6 @@ plans' arithmetic, the text of the programs, and their machine code, which zigla
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
@@ -18,19 +17,19 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from conftest import DTYPES, assert_rows_close, assert_sums_close, random
+from fake_cupy import FakeCupy
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import cache, reference
-from rmsnorm_raw.devices import Compiled, hip, host
+from rmsnorm_raw import cache, compile_command, reference
+from rmsnorm_raw.devices import Compiled, clang, hip, host
 from rmsnorm_raw.devices import cupy as gpu
 from rmsnorm_raw.plan import Traits, plan_backward, plan_forward, plan_reduce
 from rmsnorm_raw.program import SIGNATURES, program, read_source
@@ -176,19 +175,12 @@ def cuda_text(text):
     return preprocessed(text, "__CUDACC__", "__CUDA_ARCH__=900")
 
 
-def amd_assembly(arch, text, folder):
+def amd_assembly(arch, text):
     """The machine code of a program for an AMD card, with the compiler alone: no ROCm, no header, nothing on PATH."""
     pytest.importorskip("ziglang", reason="the ziglang package, whose clang compiles for AMD cards, is not installed")
-    source, made = folder / "kernel.hip", folder / "kernel.s"
-    source.write_text(text)
-    target = ("-x", "hip", f"--offload-arch={arch}", "--cuda-device-only", "--no-gpu-bundle-output")
-    options = ("-nogpulib", "-nogpuinc", "-std=c++17", "-O3", "-S")
-    done = subprocess.run(
-        [sys.executable, "-m", "ziglang", "clang", *target, *options, str(source), "-o", str(made)],
-        capture_output=True, text=True, check=False, env={"PATH": "", "HOME": str(folder)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return made.read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", "")
+        return clang.find().build(text, arch).assembly
 
 
 def of_code(assembly, name):
@@ -197,78 +189,9 @@ def of_code(assembly, name):
 
 
 def nvidia_code(text, arch="sm_90"):
-    cuda = pytest.importorskip("cuda.core", reason="cuda-core, which compiles without a GPU, is not installed")
+    pytest.importorskip("cuda.core", reason="cuda-core, which compiles without a GPU, is not installed")
     pytest.importorskip("cuda.bindings.nvrtc", reason="the NVRTC bindings are not installed")
-    options = cuda.ProgramOptions(arch=arch, std="c++17", fma=False, ftz=True)
-    return cuda.Program(text, "c++", options).compile("cubin").code
-
-
-class FakeCupy:
-    """As much of CuPy as is used; it remembers what is compiled and launched, and for which device."""
-
-    def __init__(self, arches, by_driver):
-        self.compiled, self.launched, self.current, self.functions = [], [], 0, []
-        is_hip = arches[0].startswith("gfx")
-
-        def properties(index):
-            common = {"major": 9, "minor": 0, "warpSize": 64 if is_hip else 32, "multiProcessorCount": 60}
-            return common | {"gcnArchName": arches[index].encode()}
-
-        runtime = SimpleNamespace(
-            is_hip=is_hip, getDeviceProperties=properties, getDevice=lambda: self.current, runtimeGetVersion=lambda: 1,
-            CUDARuntimeError=RuntimeError,
-        )  # fmt: skip
-        driver = SimpleNamespace(launchKernel=self.launch_by_driver) if by_driver else SimpleNamespace()
-        self.cuda = SimpleNamespace(runtime=runtime, driver=driver, Device=self.device)
-
-    @contextmanager
-    def device(self, index):
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-    def RawModule(self, **given):
-        self.compiled.append((self.current, given))
-        text = given.get("code") or Path(given["path"]).read_text()
-        return SimpleNamespace(get_function=lambda name: FakeKernel(self, name, text))
-
-    def launch_by_driver(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
-        """Reads the arguments as the kernel would, each at its own width."""
-        kernel = self.functions[function]
-        kinds = SIGNATURES[kernel.name]
-        real = ctypes.c_double if "COMPUTE = F64" in kernel.text else ctypes.c_float
-        widths = {"P": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "r": real}
-        table = (ctypes.c_void_p * len(kinds)).from_address(pointers)
-        arguments = [widths[kind].from_address(place).value for kind, place in zip(kinds, table, strict=True)]
-        self.record(kernel, (gx, gy, gz), (bx, by, bz), shared, stream, arguments)
-
-    def record(self, kernel, grid, block, shared, stream, arguments):
-        self.launched.append(SimpleNamespace(
-            name=kernel.name, device=self.current, grid=grid, block=block, shared=shared, stream=stream,
-            arguments=arguments,
-        ))  # fmt: skip
-
-
-class FakeKernel:
-    """Takes launches; anything that is set on it is a fault, as it is with CuPy on ROCm."""
-
-    __slots__ = ("fake", "kernel", "name", "text")
-
-    def __init__(self, fake, name, text):
-        fake.functions.append(self)
-        values = {"fake": fake, "name": name, "text": text, "kernel": SimpleNamespace(ptr=len(fake.functions) - 1)}
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
-
-    def __setattr__(self, name, value):
-        raise RuntimeError(f"hipErrorNotSupported: {name}")
-
-    def __call__(self, grid, block, arguments, shared_mem=0, stream=None):
-        real = np.float64 if "COMPUTE = F64" in self.text else np.float32
-        for argument, kind in zip(arguments, SIGNATURES[self.name], strict=True):
-            assert type(argument) in {"P": (int, np.uint64), "q": (int, np.int64), "i": (np.int32,), "r": (real,)}[kind]
-        grid, block = ((*sizes, 1, 1)[:3] for sizes in (grid, block))
-        self.fake.record(self, grid, block, shared_mem, stream.ptr, [argument + 0 for argument in arguments])
+    return compile_command.make(text, arch).code
 
 
 UNCACHED_TRAITS = gpu.traits.__wrapped__
@@ -670,12 +593,12 @@ def test_B19_rows_of_48_KB_and_more(array_backend, cols, dtype):
     check_fused(array_backend, 3, cols, dtype)
 
 
-def test_B19_shared_memory_fits_without_leave(tmp_path):
+def test_B19_shared_memory_fits_without_leave():
     for cols in (12288, 16384):
         for plan in plans(NVIDIA["sm_90"], 3, cols):
             assert len(nvidia_code(text_of(plan))) > 1000  # ptxas refuses more than 48 KB of static shared memory
         for plan in plans(AMD["gfx942"], 3, cols):
-            assert of_code(amd_assembly("gfx942", text_of(plan), tmp_path), "group_segment_fixed_size") <= 65536
+            assert of_code(amd_assembly("gfx942", text_of(plan)), "group_segment_fixed_size") <= 65536
 
 
 def test_B21_no_attribute_of_a_kernel_is_set_on_rocm(fake_cupy):
@@ -702,11 +625,11 @@ def test_B22_at_most_1024_threads(card):
 
 
 @pytest.mark.parametrize("cols", [256, 2048, 16384])
-def test_B23_every_kernel_declares_its_block(cols, tmp_path, fake_cupy):
+def test_B23_every_kernel_declares_its_block(cols, fake_cupy):
     """ROCm/hip#1745, ggml-org/llama.cpp#10610: ROCm takes blocks for 256 threads unless the kernel says more."""
     for name in ("gfx942", "gfx1100"):
         for plan in plans(AMD[name], 4, cols):
-            declared = of_code(amd_assembly(name, text_of(plan), tmp_path), "max_flat_workgroup_size")
+            declared = of_code(amd_assembly(name, text_of(plan)), "max_flat_workgroup_size")
             assert declared == plan.threads
     fake = fake_cupy("gfx942:sramecc+:xnack-")
     for plan in plans(AMD["gfx942"], 4, cols):
@@ -755,10 +678,10 @@ def test_B28_shuffles_have_the_mask_of_their_vendor():
 
 
 @pytest.mark.parametrize("arch", AMD)
-def test_B28_every_kernel_compiles_for_wave_32_and_64(arch, tmp_path):
+def test_B28_every_kernel_compiles_for_wave_32_and_64(arch):
     for cols, dtype in ((5, "float16"), (1024, "bfloat16"), (300, "float64"), (131072, "float16")):
         for plan in plans(AMD[arch], 64, cols, dtype, vector=1 if cols == 5 else 8):
-            assembly = amd_assembly(arch, text_of(plan), tmp_path)
+            assembly = amd_assembly(arch, text_of(plan))
             assert of_code(assembly, "wavefront_size") == plan.constants.wave
             assert f"{plan.kernel}:" in assembly
 
@@ -801,12 +724,12 @@ def test_B31_dweight_is_the_same_in_every_run(array_backend, dtype):
         assert_same(again, seen[0])
 
 
-def test_B33_no_atomic_adds_of_floats(tmp_path, fake_cupy):
+def test_B33_no_atomic_adds_of_floats(fake_cupy):
     """ROCm/hipamd#19: the option for unsafe floating-point atomics loses adds in managed memory."""
     fake = fake_cupy("gfx90a:sramecc+:xnack-", hiprtc="CuPy's")
     for plan in plans(AMD["gfx90a"], 64, 4096):
         launch_on(plan)
-        assembly = amd_assembly("gfx90a", text_of(plan), tmp_path)
+        assembly = amd_assembly("gfx90a", text_of(plan))
         assert not re.findall(r"\w*atomic\w*_(?:pk_)?add_(?:rtn_)?(?:f|bf)\d+", assembly)
     assert not any("atomic" in option for option in (*options_of(fake), *hip.OPTIONS))
 
@@ -1221,11 +1144,11 @@ def test_B73_arguments_have_the_kernels_types(fake_cupy, card, dtype):
             assert argument == {"P": 2**47 + 8, "q": -(2**40), "i": plan.blocks, "r": real(1e-6)}[kind]
 
 
-def test_B73_packed_arguments_lie_as_the_kernel_reads_them(tmp_path):
+def test_B73_packed_arguments_lie_as_the_kernel_reads_them():
     for dtype in ("float32", "float64"):
         for plan in plans(AMD["gfx942"], 64, 1024, dtype):
             text = program(plan.kernel, plan.constants)
-            size = of_code(amd_assembly("gfx942", text.text, tmp_path), "kernarg_segment_size")
+            size = of_code(amd_assembly("gfx942", text.text), "kernarg_segment_size")
             assert struct.calcsize(text.arguments_format) == size
 
 
@@ -1281,13 +1204,13 @@ def test_B74_kernels_have_plain_names(fake_cupy):
     assert not any("name_expressions" in given for _, given in fake.compiled)
 
 
-def test_B75_programs_include_nothing(tmp_path):
+def test_B75_programs_include_nothing():
     """cupy/cupy#9718, #9622, #3866, diku-dk/futhark#2480: headers that an installed hipRTC does not find."""
     for traits in CARDS.values():
         for text in some_texts(traits):
             assert "#include" not in text
     for plan in plans(AMD["gfx942"], 64, 1024):
-        amd_assembly("gfx942", text_of(plan), tmp_path)
+        amd_assembly("gfx942", text_of(plan))
 
 
 def test_B75_without_hipcc_the_error_says_so(fake_cupy, monkeypatch):

@@ -50,18 +50,11 @@ def plans(arch):
     yield plan_reduce(4096, traits, weight="float64", compute="float64")
 
 
-def compile_for(arch, text):
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(arch=arch, std="c++17", fma=False, ftz=True)
-    return Program(text, "c++", options).compile("cubin").code
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_every_program_compiles(arch):
     texts = {program(plan.kernel, plan.constants).text for plan in plans(arch)}
     assert len(texts) > 80
-    assert all(len(compile_for(arch, text)) > 1000 for text in sorted(texts))
+    assert all(len(compile_command.make(text, arch).code) > 1000 for text in sorted(texts))
 
 
 def test_a_fault_in_a_kernel_is_reported_at_its_line():
@@ -71,7 +64,7 @@ def test_a_fault_in_a_kernel_is_reported_at_its_line():
     )
     line = next(i for i, text in enumerate(open_source("rmsnorm_fwd.hip"), 1) if "place(rows, blocks)" in text)
     with pytest.raises(Exception, match=rf"rmsnorm_fwd\.hip\({line}\)"):
-        compile_for("sm_90", text)
+        compile_command.make(text, "sm_90")
 
 
 def open_source(name):

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import ops, reference
 from ..cli import DTYPES as CLI_DTYPES
+from ..cli import EPSILON as CLI_EPSILON
 from ..cli import Error, _error, _row_error
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 EPS = 1e-6
 LABELS = {name: label for label, name in CLI_DTYPES.items()}  # "float32" → "fp32"
-EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+EPSILON = {name: CLI_EPSILON[label] for name, label in LABELS.items()}
 
 
 @dataclass(frozen=True)
