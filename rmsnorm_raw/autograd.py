@@ -6,11 +6,14 @@ Must not: check operands or touch memory; the operators call the same steps as e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import ops
+from . import calls, ops
 
 _LIBRARY = torch.library.Library("rmsnorm_raw", "FRAGMENT")
 
@@ -35,7 +38,7 @@ def _forward(
     y, total, rstd = ops._forward(
         x, residual, weight, eps, store_rstd, bias, weight_offset, casting, residual_rounding,
         out_dtype, residual_dtype, None, None,
-    )  # fmt: skip
+    ).run()  # fmt: skip
     return y, _absent(x) if total is None else total, _absent(x) if rstd is None else rstd
 
 
@@ -54,7 +57,7 @@ def _backward(
     dx, dresidual, dweight, dbias = ops._backward(
         x, weight, dout, rstd, dresidual_out, bias, weight_offset, "fp32", need_dx, need_dweight,
         dx_dtype, dresidual_dtype, None, fused, None,
-    )  # fmt: skip
+    ).run()  # fmt: skip
     # One buffer may not be two results of an operator: where the gradients are equal, the first serves both.
     results = (dx, None if dresidual is dx else dresidual, dweight, dbias)
     return tuple(_absent(x) if result is None else result for result in results)
@@ -102,29 +105,44 @@ def _has_memory(x: Any, a: Any, b: Any, c: Any = None, d: Any = None) -> bool:
 
 def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):
     """(y, residual_out, rstd); what is absent is None or empty."""
-    if _has_memory(x, residual, weight, bias):
-        return ops._forward(
-            x, residual, weight, eps, True, bias, weight_offset, casting, residual_rounding,
-            out_dtype, residual_dtype, None, None,
+    options = {"bias": bias, "weight_offset": weight_offset, "casting": casting, "out_dtype": out_dtype}
+    if not _has_memory(x, residual, weight, bias):
+        return torch.ops.rmsnorm_raw.forward(
+            x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), ops._check_offset(weight_offset), casting,
+            residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"), True,
         )  # fmt: skip
-    return torch.ops.rmsnorm_raw.forward(
-        x, residual, weight, bias, ops._check_eps(eps, _name(x.dtype)), ops._check_offset(weight_offset), casting,
-        residual_rounding, _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"), True,
-    )  # fmt: skip
+    if residual is None:
+        y, rstd = ops.rmsnorm_fwd(x, weight, eps, True, **options)
+        return y, None, rstd
+    options |= {"residual_rounding": residual_rounding, "residual_dtype": residual_dtype}
+    return ops.fused_add_rmsnorm_fwd(x, residual, weight, eps, True, **options)
 
 
-def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, need_dx: bool, need_dweight: bool) -> Any:
-    """(dx, dresidual, dweight, dbias) as far as they are needed, None elsewhere."""
-    x, weight, bias, rstd = ctx.saved_tensors
-    dx_dtype, dresidual_dtype = ctx.dtypes if fused else (None, None)
-    if _has_memory(x, weight, dout, dresidual_out, bias):
-        gradients = ops._backward(
-            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, "fp32", need_dx, need_dweight,
-            dx_dtype, dresidual_dtype, None, fused, None,
-        )  # fmt: skip
-    else:
+def _gradients(
+    saved: Sequence[Any],
+    weight_offset: float,
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
+    douts: Sequence[Any],
+    needs: Sequence[bool],
+    remember: Callable[[ops._Prepared], None] | None = None,
+    apart: bool = False,
+) -> list[Any]:
+    """The gradients of x, residual, weight and bias, None where `needs` says so of them.
+
+    `saved`: what was normed, weight, bias, rstd; `dtypes`: of the gradients of x and the residual, if there is one;
+    `douts`: of y and, with a residual, of residual_out. `remember` is the short way's, and takes what has passed the
+    door; `apart` as of `_Node`.
+    """
+    x, weight, bias, rstd = saved
+    dout, dresidual_out = (*douts, None)[:2]
+    need_dx, need_dweight = needs[0] or needs[1], needs[2] or needs[3]
+    fused, (dx_dtype, dresidual_dtype) = dtypes is not None, dtypes or (None, None)
+    if dout is None:  # only the sum was used, if anything: no zeros stand in for dout
+        sums = [None if dresidual_out is None else dresidual_out.to(dtype) for dtype in dtypes or (None, None)]
+        return [gradient if needed else None for gradient, needed in zip((*sums, None, None), needs, strict=True)]
+    if not _has_memory(x, weight, dout, dresidual_out, bias):
         results = torch.ops.rmsnorm_raw.backward(
-            x, weight, dout, rstd, dresidual_out, bias, ctx.weight_offset, fused, need_dx, need_dweight,
+            x, weight, dout, rstd, dresidual_out, bias, weight_offset, fused, need_dx, need_dweight,
             dx_dtype or x.dtype, dresidual_dtype or x.dtype,
         )  # fmt: skip
         two = need_dx and dx_dtype != dresidual_dtype
@@ -132,11 +150,29 @@ def _gradients(ctx: Any, dout: Any, dresidual_out: Any, fused: bool, need_dx: bo
         gradients = [result if needed else None for result, needed in zip(results, wanted, strict=True)]
         if not two:
             gradients[1] = gradients[0]
+    elif remember is not None:
+        call = ops._backward(
+            x, weight, dout, rstd, dresidual_out, bias, weight_offset, "fp32", need_dx, need_dweight,
+            dx_dtype, dresidual_dtype, None, fused, None, apart and needs[0] and needs[1],
+        )  # fmt: skip
+        remember(call)
+        gradients = list(call.run())
+    else:
+        options = {"bias": bias, "weight_offset": weight_offset, "need_dx": need_dx, "need_dweight": need_dweight}
+        with torch.no_grad():
+            if fused:
+                options |= {"dx_dtype": dx_dtype, "dresidual_dtype": dresidual_dtype}
+                gradients = [*ops.fused_add_rmsnorm_bwd(x, weight, dout, rstd, dresidual_out, **options), None][:4]
+            else:
+                dx, *sums = ops.rmsnorm_bwd(x, weight, dout, rstd, **options)
+                gradients = [dx, None, *sums, None][:4]
     if _is_grad_enabled():
         operands = (x, weight, dout, dresidual_out)
         if any(operand is not None and operand.requires_grad for operand in operands):
             once = {id(gradient): _Once.apply(gradient, *operands) for gradient in gradients if gradient is not None}
             gradients = [None if gradient is None else once[id(gradient)] for gradient in gradients]
+    for i in (0, 1):  # the two are computed together
+        gradients[i] = gradients[i] if needs[i] else None
     return gradients
 
 
@@ -172,10 +208,9 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if dout is None:
-            return (None,) * 7
-        needs = ctx.needs_input_grad  # of what follows x, only weight and bias can
-        dx, _, dweight, dbias = _gradients(ctx, dout, None, False, needs[0], True in needs[1:])
+        need_x, need_weight, _, need_bias, *_ = (*ctx.needs_input_grad, *(False,) * 3)  # what is left out is not there
+        needs = (need_x, False, need_weight, need_bias)
+        dx, _, dweight, dbias = _gradients(ctx.saved_tensors, ctx.weight_offset, None, (dout,), needs)
         return dx, dweight, None, dbias, None, None, None
 
 
@@ -203,29 +238,103 @@ class FusedAddRMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dresidual_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if dout is None and dresidual_out is None:
-            return (None,) * 10
-        needs = ctx.needs_input_grad
-        need_x, need_residual = needs[:2]
-        if dout is None:  # only the sum was used: no zeros stand in for dout
-            dx, dresidual = (dresidual_out.to(dtype) for dtype in ctx.dtypes)
-            dweight = dbias = None
+        need_x, need_residual, need_weight, _, need_bias, *_ = (*ctx.needs_input_grad, *(False,) * 3)
+        needs, douts = (need_x, need_residual, need_weight, need_bias), (dout, dresidual_out)
+        gradients = _gradients(ctx.saved_tensors, ctx.weight_offset, ctx.dtypes, douts, needs)
+        return *gradients[:3], None, gradients[3], *(None,) * 5
+
+
+# ------------------------------------------------------------------------------------------------ the short way
+
+
+_OPERANDS = ("x", "residual", "weight", "bias")  # whose gradients are a backward's results, in this order
+
+
+@dataclass(slots=True)
+class _Node:
+    """What the two directions of a call share. It outlives the call where that is recorded."""
+
+    operands: tuple[str, ...]  # those of _OPERANDS that there are
+    weight_offset: float
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None  # of the gradients of x and the residual, if there is one
+    # x and the residual are leaves, as in a checkpointed layer or a stage of a pipeline: of one array as the gradient
+    # of both torch makes a copy for one of them, which costs more than to write two.
+    apart: bool = False
+    backward: tuple[Callable[..., tuple[Any, ...] | None], ...] = ()  # as recorded
+    met: bool = False  # a backward of its own
+
+    def outputs(self, y: Any, total: Any, rstd: Any, tensors: dict[str, Any]) -> tuple[Any, Any]:
+        """What the Function returns, and what it saves: what was normed, weight and bias, rstd. Of texts too."""
+        scale = [tensors[name] for name in self.operands if name in ("weight", "bias")]
+        return (y, (tensors["x"], *scale, rstd)) if self.dtypes is None else ((y, total), (total, *scale, rstd))
+
+    def gradients(self, saved: tuple[Any, ...], needs: tuple[bool, ...], douts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The long way; `needs` is torch's needs_input_grad, the first of which is not an operand's."""
+        needed, (normed, *scale, rstd) = dict(zip(self.operands, needs[1:], strict=True)), saved
+        kept = dict(zip([name for name in self.operands if name in ("weight", "bias")], scale, strict=True))
+        gradients = _gradients(
+            (normed, kept.get("weight"), kept.get("bias"), rstd), self.weight_offset, self.dtypes, douts,
+            [needed.get(name, False) for name in _OPERANDS], partial(self.remember, needs), self.apart,
+        )  # fmt: skip
+        return None, *(gradients[_OPERANDS.index(name)] for name in self.operands)
+
+    def remember(self, needs: tuple[bool, ...], prepared: ops._Prepared) -> None:
+        """Keeps a backward from its second time on, as all recorded calls."""
+        if not self.met or _is_grad_enabled() or not prepared.door.can_be_remembered():
+            self.met = True
+            return
+        normed, _, dout, rstd, added, _ = prepared.call.operands
+        saved = [normed, *(name for name in self.operands if name in ("weight", "bias")), rstd]
+        opening = ["    if needs != NEEDS: return", f"    {', '.join(saved)} = saved"]
+        if self.dtypes is None:
+            opening += [f"    {dout}, = douts"]
         else:
-            dx, dresidual, dweight, dbias = _gradients(
-                ctx, dout, dresidual_out, True, need_x or need_residual, True in needs[2:]
-            )
-        return (dx if need_x else None, dresidual if need_residual else None, dweight, None, dbias, *(None,) * 5)
+            opening += [f"    {dout}, {added} = douts"]
+            opening += [] if prepared.call.operands[added] is not None else [f"    if {added} is not None: return"]
+        needed = zip(self.operands, needs[1:], strict=True)
+        results = [f"{{{_OPERANDS.index(name)}}}" if need else "None" for name, need in needed]
+        written = calls.Written(
+            ("saved", "needs", "douts"), opening, ", ".join(["None", *results]), space={"NEEDS": needs}
+        )
+        self.backward = calls.with_first(prepared.call.recall(written), self.backward)
 
 
-# Function.apply looks for functorch's transforms and wrappers in Python before it calls this: 2 µs.
-_APPLY = super(torch.autograd.Function, RMSNormFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
-_APPLY_FUSED = super(torch.autograd.Function, FusedAddRMSNormFunction).apply  # pyright: ignore[reportAttributeAccessIssue]
+class RMSNorm(torch.autograd.Function):
+    """Either Function for a forward that was done already. `done` is its node, the outputs and what is saved, in one
+    argument so that torch does not take them for operands. This is the way of every step in training: without the
+    frames of save_for_backward and set_materialize_grads, which set what is set here."""
+
+    @staticmethod
+    def forward(ctx, done, *operands):
+        ctx.node, outputs, ctx.to_save = done
+        ctx.materialize_grads = False
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *douts):
+        node, saved, needs = ctx.node, ctx.saved_tensors, ctx.needs_input_grad
+        for recall in () if calls.is_traced() else node.backward:
+            gradients = recall(saved, needs, douts)
+            if gradients is not None:
+                return gradients
+        return node.gradients(saved, needs, douts)
 
 
-def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
+# Without what torch does around `apply` in Python, 2 µs each way: the look for functorch's transforms and wrappers,
+# which the callers below take, and whether it is backward or vjp that is defined. The contexts have a place for the
+# node, so that none needs a dictionary.
+_APPLY = super(torch.autograd.Function, RMSNorm).apply  # pyright: ignore[reportAttributeAccessIssue]
+_PARTS = {"apply": RMSNorm.backward, "__slots__": ("node",)}
+RMSNorm._backward_cls = type("RMSNormBackward", (RMSNorm._backward_cls,), _PARTS)
+
+
+def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype, ticket):
     """`rmsnorm` for torch tensors of which one needs a gradient, or while torch.compile traces."""
     if _has_memory(x, weight, bias) and not torch._C._are_functorch_transforms_active():
-        return _APPLY(x, weight, eps, bias, weight_offset, casting, out_dtype)  # its forward checks all of it
+        call = ops._forward(
+            x, None, weight, eps, True, bias, weight_offset, casting, "stored", out_dtype, None, None, None
+        )
+        return _apply(call, weight_offset, ticket)
     ops._check_choice(casting, "casting", ("fp32", "llama"))
     x, weight, bias = _tensor(x, "x"), _tensor(weight, "weight"), _tensor(bias, "bias")
     return RMSNormFunction.apply(
@@ -234,21 +343,41 @@ def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype):
 
 
 def fused_add_rmsnorm(
-    x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
-):
+    x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype,
+    ticket,
+):  # fmt: skip
     if _has_memory(x, residual, weight, bias) and not torch._C._are_functorch_transforms_active():
-        apply = _APPLY_FUSED
-    else:
-        apply = FusedAddRMSNormFunction.apply
-        x, residual, weight, bias = (
-            _tensor(x, "x"), _tensor(residual, "residual"), _tensor(weight, "weight"), _tensor(bias, "bias"),
+        call = ops._forward(
+            x, residual, weight, eps, True, bias, weight_offset, casting, residual_rounding,
+            out_dtype, residual_dtype, None, None,
         )  # fmt: skip
-        weight_offset = ops._check_offset(weight_offset)
-        out_dtype, residual_dtype = _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype")
-    y, total = apply(
-        x, residual, weight, eps, bias, weight_offset, casting, residual_rounding, out_dtype, residual_dtype
-    )
+        dtypes = x.dtype, residual.dtype
+        return _apply(call, weight_offset, ticket, dtypes, prenorm)
+    x, residual, weight, bias = (
+        _tensor(x, "x"), _tensor(residual, "residual"), _tensor(weight, "weight"), _tensor(bias, "bias"),
+    )  # fmt: skip
+    y, total = FusedAddRMSNormFunction.apply(
+        x, residual, weight, eps, bias, ops._check_offset(weight_offset), casting, residual_rounding,
+        _dtype(out_dtype, "out_dtype"), _dtype(residual_dtype, "residual_dtype"),
+    )  # fmt: skip
     return (y, total) if prenorm else y
+
+
+def _apply(prepared, weight_offset, ticket, dtypes=None, prenorm=True):
+    """A call that has passed the door, and the next one like it, into the graph."""
+    tensors = {name: tensor for name, tensor in prepared.call.operands.items() if tensor is not None}
+    node = _Node(tuple(tensors), float(weight_offset), dtypes)
+    first, seen = "" if prenorm else "[0]", []
+    if dtypes is not None:
+        node.apart = tensors["x"].is_leaf and tensors["residual"].is_leaf
+        seen = [f"    if {'not ' if node.apart else ''}(x.is_leaf and residual.is_leaf): return"]
+    named = dict(zip(tensors, tensors, strict=True))
+    done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", "{2}", named))
+    text = f"apply((node, {done}), {', '.join(tensors)}){first}"
+    prepared.remember(ticket, text, seen, apply=_APPLY, node=node)
+    y, total, rstd = prepared.run()
+    results = _APPLY((node, *node.outputs(y, total, rstd, tensors)), *tensors.values())
+    return results if prenorm else results[0]
 
 
 def _tensor(obj: Any, name: str) -> torch.Tensor | None:

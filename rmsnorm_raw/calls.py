@@ -1,25 +1,29 @@
 """Recorded calls: what is left of a call once door and plan are done, and how the next one like it goes straight there.
 
-Knows: which properties of its arrays decide that a call is valid and what it launches, and how little has to be done
+Knows: which properties of its arguments decide that a call is valid and what it launches, and how little has to be done
 for the next call that has them. At decode sizes every line of Python counts, so that little is written out as a
-function of its own for each call that has passed the door: `run` does the work, `recall` looks whether it may.
+function of its own for each call that has passed the door, with the parameters of the public function.
 Must not: decide what is valid. A call that nobody recalls takes the long way, which also gives the messages.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+import numpy as np
+
+from .devices import Launch
 from .libraries import Device, Library, known_library_of
 
-# One argument of a launch: an integer, the name of a value (p0…: pointers of the operands; q0…: of the results; eps;
-# offset), or an offset into the scratch.
-Argument = int | str | tuple[str, int]
-Step = tuple[Callable[[tuple, int], None], Sequence[Argument]]
+# One argument of a launch: a number, the name of a pointer (p_x…: of the operands, by parameter; q0…: of the results;
+# start: of the scratch), or an offset into the scratch.
+Argument = int | float | str | tuple[str, int]
+Step = tuple[Launch, Sequence[Argument]]
 
 
 @dataclass(slots=True)
@@ -32,137 +36,151 @@ class Call:
     makers: Sequence[Callable[[], Any] | None]  # of each result, None where it is not wanted
     make_scratch: Callable[[], Any] | None
     steps: Sequence[Step]
-    operands: tuple[Any, ...]
-    given: tuple[Any, ...]  # the caller's arrays for the results, then the scratch; None where there is none
+    operands: dict[str, Any]  # by parameter, None where absent
+    given: dict[str, Any]  # for each result a variable, and the caller's array for it or None
+    workspace: Any = None
     share: bool = False  # the first result is also the second
-    in_place: Sequence[tuple[int, int]] = ()  # (result, operand) that may lie on one another exactly
-    eps: float = 0.0  # what None means
-    written_out: Callable[..., tuple[Any, ...]] | None = None  # `run` as a function of its own
+    in_place: Sequence[tuple[str, str]] = ()  # (given, operand) that may lie on one another exactly
+    written_out: Callable[..., tuple[Any, ...]] | None = None  # `runner`, once it was asked for
 
-    def run(self, pointers: Sequence[int], given: Sequence[Any], eps: float, weight_offset: float) -> tuple[Any, ...]:
-        """The results in order, None where not wanted."""
-        run = self.written_out
-        if run is None:
+    def runner(self) -> Callable[..., tuple[Any, ...]]:
+        """A function of the operands' pointers and the caller's arrays, those that are there, without a further look:
+        the results in order, None where not wanted."""
+        if self.written_out is None:
+            parameters = [f"p_{name}" for name in self._operands()] + self._given()
             space: dict[str, Any] = {}
-            exec(_compiled("\n".join([f"def run({self._parameters('p')}):", *self._body(space)])), space)
-            run = space["run"]
-        return run(*pointers, *given, eps, weight_offset)
+            lines = [f"def run({', '.join(parameters)}):", *self._body(space, f"run({', '.join(parameters)})")]
+            self.written_out = _function(lines, space, "run")
+        return self.written_out
 
-    def recall(self) -> Callable[..., tuple[Any, ...] | None]:
-        """A function of operands, given arrays, eps and weight_offset: the results, or None for a call unlike this."""
-        space: dict[str, Any] = {"EPS": self.eps}
+    def run(self, pointers: dict[str, int]) -> tuple[Any, ...]:
+        """The results in order, None where not wanted."""
+        arrays = self.arrays()
+        return self.runner()(*(pointers[name] for name in self._operands()), *(arrays[name] for name in self._given()))
+
+    def recall(self, written: Written) -> Callable[..., Any]:
+        """A function with the parameters of `written`: its results, or None for a call unlike this one."""
+        space = dict(written.space)
+        parameters = ", ".join(written.parameters)
         lines = [
-            f"def run({self._parameters('p')}):", *self._body(space),
-            f"def recall({self._parameters('o')}):", *self._conditions(space),
-            "    if eps is None: eps = EPS", *self._body(space, addressed=True),
+            f"def recall({parameters}):", *written.opening, *self._conditions(space), *written.seen,
+            *self._body(space, f"recall({parameters})", written.results),
         ]  # fmt: skip
-        exec(_compiled("\n".join(lines)), space)
-        self.written_out = space["run"]
-        return space["recall"]
+        return _function(lines, space, "recall")
 
-    def _parameters(self, first: str) -> str:
-        names = [f"{first}{i}" for i in range(len(self.operands))]
-        return ", ".join([*names, *self._given_names(), "eps", "offset"])
+    def _operands(self) -> list[str]:
+        return [name for name, obj in self.operands.items() if obj is not None]
 
-    def _given_names(self) -> list[str]:
-        return [f"g{i}" for i in range(len(self.makers))] + ["workspace"]
+    def _given(self) -> list[str]:
+        names = [name for name, obj in self.given.items() if obj is not None]
+        return names if self.workspace is None else [*names, "workspace"]
 
-    def _body(self, space: dict[str, Any], addressed: bool = False) -> list[str]:
-        """Allocate, launch, return. Numbers go to `space`, so that calls of one kind share one text. `addressed`: the
-        variables of the given arrays' addresses are there already."""
-        lines = []
-        results, values = [], {f"p{i}": "0" for i, obj in enumerate(self.operands) if obj is None}
+    def arrays(self) -> dict[str, Any]:
+        """The arrays that are there, by variable; operands first."""
+        named = {**self.operands, **self.given, "workspace": self.workspace}
+        return {name: obj for name, obj in named.items() if obj is not None}
+
+    def _body(self, space: dict[str, Any], again: str, results: str = "") -> list[str]:
+        """Allocate, launch, return. `again`: the call of the function itself. `results`: what it returns, {0} the first
+        result; without it a tuple of all. Pointers of the operands are in variables, for a recall those of the given
+        arrays too. Numbers go to `space`, so that calls of one kind share one text."""
+        recalled, lines, texts = bool(results), [], []
+        values: dict[str, Any] = {f"p_{name}": 0 for name, obj in self.operands.items() if obj is None}
         if self.place is not None:
             space["current"], space["switch"], space["index"] = *self.place, self.device.index
-            pointers = [values.get(f"p{i}", f"p{i}") for i in range(len(self.operands))]
-            lines += [
-                "    if current() != index:",
-                f"        with switch(index): return run({', '.join([*pointers, *self._given_names()])}, eps, offset)",
-            ]
-        for i, make in enumerate(self.makers):
-            results.append("None" if make is None else f"r{i}")
-            values[f"q{i}"] = "0" if make is None else f"q{i}"
-            if make is not None:
+            lines += ["    if current() != index:", f"        with switch(index): return {again}"]
+        for i, (make, (name, obj)) in enumerate(zip(self.makers, self.given.items(), strict=True)):
+            texts.append("None" if make is None else f"r{i}" if obj is None else name)
+            if make is None:
+                values[f"q{i}"] = 0
+            elif obj is None:
                 space[f"make{i}"] = make
-                given = self.given[i] is not None
-                lines += [f"    r{i} = {f'g{i}' if given else f'make{i}()'}"]
-                lines += [] if given and addressed else [f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
+                lines += [f"    r{i} = make{i}()", f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
+            elif recalled:
+                values[f"q{i}"] = f"p_{name}"
+            else:
+                lines += [f"    q{i} = {self.library.pointer_text(name)}"]
         if self.make_scratch is None:
-            values["start"] = "0"
-        else:
+            values["start"] = 0
+        elif self.workspace is None:
             space["make_scratch"] = self.make_scratch
-            workspace = self.given[-1]
-            library = self.library if workspace is None else known_library_of(workspace)
             # A name of its own keeps fresh scratch alive until the launches that use it are in its stream.
-            lines += [f"    scratch = {'make_scratch()' if workspace is None else 'workspace'}"]
-            if workspace is None or not addressed:
-                lines += [f"    start = {library.pointer_text('scratch')}"]
-        lines += [f"    here = {self.library.stream_text(self.device, space)}"]
+            lines += ["    scratch = make_scratch()", f"    start = {self.library.pointer_text('scratch')}"]
+        elif recalled:
+            values["start"] = "p_workspace"
+        else:
+            lines += [f"    start = {known_library_of(self.workspace).pointer_text('workspace')}"]
+        if self.steps:
+            lines += [f"    here = {self.library.stream_text(self.device, space)}"]
         for number, (launch, arguments) in enumerate(self.steps):
-            texts = ", ".join(_argument(argument, values, space) for argument in arguments)
-            text, own = getattr(launch, "inline", ("    {launch}(({arguments}), here)", {"launch": launch}))
-            space |= {f"{name}{number}": value for name, value in own.items()}
-            lines += [text.format(arguments=texts, **{name: f"{name}{number}" for name in own})]
-        for name, obj in zip(self._given_names(), self.given, strict=True):
-            if obj is not None and type(known_library_of(obj)).written is not Library.written:
-                space[f"written_{name}"] = known_library_of(obj).written
+            lines += launch.lines([_argument(argument, values, space) for argument in arguments], space, number)
+        for name in self._given():
+            library = known_library_of(self.arrays()[name])
+            if type(library).written is not Library.written:
+                space[f"written_{name}"] = library.written
                 lines += [f"    written_{name}({name})"]
         if self.share:
-            results[1] = results[0]
-        return [*lines, f"    return {', '.join(results)}"]
+            texts[1] = texts[0]
+        return [*lines, f"    return {results.format(*texts) if recalled else ', '.join(texts)}"]
 
     def _conditions(self, space: dict[str, Any]) -> list[str]:
         """What makes another call one like this: its arrays' properties, their alignment, and what lies on what."""
-        names = [f"o{i}" for i in range(len(self.operands))] + self._given_names()
-        arrays = [*self.operands, *self.given]
-        there = [(name, obj) for name, obj in zip(names, arrays, strict=True) if obj is not None]
-        conditions = [
-            library.guard_text([(n, obj, n[0] != "o") for n, obj in there if known_library_of(obj) is library], space)
-            for library in dict.fromkeys(known_library_of(obj) for _, obj in there)
-        ]
-        lines = [f"    if not ({' and '.join(conditions)}): return"]
-        address: dict[str, str] = {}  # the variable with an array's pointer
-        pointers: list[int] = []
-        for name, obj in there:
-            library = known_library_of(obj)
-            address[name] = "start" if name == "workspace" else {"o": "p", "g": "q"}[name[0]] + name[1:]
-            pointers.append(library.pointer(obj))
-            lines += [f"    {address[name]} = {library.pointer_text(name)}"]
+        arrays, written, lines = self.arrays(), self._given(), []
+        pointers = {name: known_library_of(obj).pointer(obj) for name, obj in arrays.items()}
+        for library in dict.fromkeys(known_library_of(obj) for obj in arrays.values()):
+            own = {name: obj for name, obj in arrays.items() if known_library_of(obj) is library}
+            lines += [f"    if not ({library.guard_text(own, written, space)}): return"]
+            lines += [f"    p_{name} = {library.guarded_pointer_text(name)}" for name in own]
         # Alignment decides how wide the kernels' accesses are.
-        if any(pointer & 15 for pointer in pointers):
-            pairs = zip(address.values(), pointers, strict=True)
-            lines += [f"    if {' or '.join(f'{a} & 15 != {p & 15}' for a, p in pairs)}: return"]
+        if any(pointer & 15 for pointer in pointers.values()):
+            terms = [f"p_{name} & 15 != {pointer & 15}" for name, pointer in pointers.items()]
+            lines += [f"    if {' or '.join(terms)}: return"]
         else:
-            lines += [f"    if ({' | '.join(address.values())}) & 15: return"]
+            lines += [f"    if ({' | '.join(f'p_{name}' for name in pointers)}) & 15: return"]
         extents = {
-            name: tuple(edge - pointer for edge in known_library_of(obj).extent(obj))
-            for (name, obj), pointer in zip(there, pointers, strict=True)
+            name: tuple(edge - pointers[name] for edge in known_library_of(obj).extent(obj))
+            for name, obj in arrays.items()
         }
-        allowed = {(f"g{result}", f"o{operand}") for result, operand in self.in_place}
-        for position, (name, _) in enumerate(there):
-            if name[0] == "o":
-                continue
-            for other, _ in there[:position]:
+        seen: list[str] = []
+        for name in arrays:
+            for other in seen if name in written else ():
                 low = _constant(extents[other][0] - extents[name][1], space)
                 high = _constant(extents[other][1] - extents[name][0], space)
-                apart = f"{low} < {address[name]} - {address[other]} < {high}"
-                same = f" and {address[name]} != {address[other]}" if (name, other) in allowed else ""
+                apart = f"{low} < p_{name} - p_{other} < {high}"
+                same = f" and p_{name} != p_{other}" if (name, other) in self.in_place else ""
                 lines += [f"    if {apart}{same}: return"]
+            seen.append(name)
         return lines
 
 
-def _argument(argument: Argument, values: dict[str, str], space: dict[str, Any]) -> str:
+@dataclass(slots=True)
+class Written:
+    """How a recalled call is asked for and what it gives back."""
+
+    parameters: Sequence[str]
+    opening: Sequence[str]  # lines that look at what is no array, and take tuples of arrays apart
+    results: str  # as of `Call._body`
+    seen: Sequence[str] = ()  # lines that look further at arrays, once their properties are known to be the same
+    space: dict[str, Any] = field(default_factory=dict)
+
+
+def _argument(argument: Argument, values: dict[str, Any], space: dict[str, Any]) -> str | int | float:
     if isinstance(argument, str):
         return values.get(argument, argument)
     if isinstance(argument, tuple):
         return f"{values.get(argument[0], argument[0])} + {_constant(argument[1], space)}"
-    return _constant(argument, space)
+    return argument
 
 
-def _constant(value: int, space: dict[str, Any]) -> str:
+def _constant(value: Any, space: dict[str, Any]) -> str:
     name = f"k{len(space)}"
     space[name] = value
     return name
+
+
+def _function(lines: Sequence[str], space: dict[str, Any], name: str) -> Callable[..., Any]:
+    exec(_compiled("\n".join(lines)), space)
+    return space[name]
 
 
 @lru_cache(maxsize=512)
@@ -172,69 +190,144 @@ def _compiled(text: str) -> CodeType:
 
 # ------------------------------------------------------------------------------------------------ memory
 
-# By signature, a call's `recall`, None after its first time; by options alone, the latest of these.
-_KNOWN: dict[tuple, Any] = {}
+
+# Whether torch.compile reads what calls this: it would guard on what is recorded here, and compile again with each new
+# call. torch's own function, once torch is there: asking whether it is takes longer than the answer.
+is_traced: Callable[[], bool] = bool
+
+
+def _look_for_torch() -> bool:
+    """As `is_traced`, which it sets."""
+    global is_traced
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    is_traced = torch.compiler.is_dynamo_compiling
+    return False
+
+
 _MOST = 4096
 _LATEST = 4
+_ENTRIES: list[Entry] = []
 
-# How an operand's properties are read, by its exact type.
-_SIGNATURES: dict[type, Callable[[Any], tuple]] = {type(None): lambda obj: ()}
+_VALUES = {type(None), bool, int, float, str}
+
+# How the properties of an argument are read, by its exact type.
+_SIGNATURES: dict[type, Callable[[Any], tuple]] = {}
 
 
-def recall(options: tuple, arguments: tuple, operands: int) -> tuple[tuple[Any, ...] | None, tuple | None]:
-    """(the results of a call like a recorded one, None), or (None, the signature to record it by).
+class Entry:
+    """A public function, and its calls that are known. It tries `latest` in order before it takes the long way."""
 
-    `options` are what decides beside arrays, and which arrays are there; `arguments` those of a `Call.recall`, of which
-    the first are the operands. Without a signature only the long way is left.
-    """
-    try:
-        latest = _KNOWN.get(options)
-    except TypeError:  # an option that cannot be a key
-        return None, None
-    if latest is not None:
-        for call in latest:
-            results = call(*arguments)
+    def __init__(self, *parameters: str):
+        self.parameters = parameters
+        self.latest: tuple[Callable[..., Any], ...] = ()
+        self.known: dict[tuple, Callable[..., Any] | None] = {}  # by signature; None after its first time
+        _ENTRIES.append(self)
+
+    def find(self, *arguments: Any) -> tuple[Any, Ticket | None]:
+        """(the results of a call like a recorded one, None), or (None, what the call that follows is recorded with).
+        Without the latter only the long way is left."""
+        if _look_for_torch():
+            return None, None
+        for recall in self.latest:
+            results = recall(*arguments)
             if results is not None:
                 return results, None
-    try:
-        signature = _signature(options, arguments, operands)
-    except Exception:  # sparse, fake, of no library: the long way says what is wrong, if anything is
-        return None, None
-    call = _KNOWN.get(signature)
-    if call is None:
-        return None, signature
-    _put_first(options, call)
-    return call(*arguments), signature
+        try:
+            signature = _signature_of_several(arguments)
+            known = self.known.get(signature)
+        except Exception:  # sparse, fake, of no library, no key: the long way says what is wrong, if anything is
+            return None, None
+        if known is not None:
+            results = known(*arguments)
+            if results is not None:
+                self._put_first(known)
+                return results, None
+        return None, Ticket(self, signature, arguments)
+
+    def remember(self, signature: tuple, make: Callable[[], Callable[..., Any]]) -> None:
+        """Keeps a call for all others of its signature, from its second time on: writing it out takes 80 µs, too much
+        where every batch has other rows."""
+        if len(self.known) >= _MOST:
+            self.known.clear()
+        if signature not in self.known:
+            self.known[signature] = None
+            return
+        self.known[signature] = recall = make()
+        self._put_first(recall)
+
+    def _put_first(self, recall: Callable[..., Any]) -> None:
+        self.latest = with_first(recall, self.latest)
 
 
-def remember(signature: tuple, call: Call) -> None:
-    """Keeps a call for all others of its signature, from its second time on: writing it out takes 80 µs, too much where
-    every batch has other rows."""
-    if len(_KNOWN) >= _MOST:
-        _KNOWN.clear()
-    if signature not in _KNOWN:
-        _KNOWN[signature] = None
-        return
-    _KNOWN[signature] = recall = call.recall()
-    _put_first(signature[0], recall)
+@dataclass(slots=True)
+class Ticket:
+    """What a call on the long way is recorded with."""
+
+    entry: Entry
+    signature: tuple
+    arguments: tuple[Any, ...]
+
+    def remember(
+        self, call: Call, results: str, opening: Sequence[str] = (), seen: Sequence[str] = (), **space: Any
+    ) -> None:
+        """`results`, `seen` and `space` as of `Written`; `opening` only what the plain arguments do not say."""
+        arrays = call.arrays()
+        named = zip(self.entry.parameters, self.arguments, strict=True)
+        plain = {name: value for name, value in named if name not in arrays and not isinstance(value, (tuple, list))}
+        if any(_SIGNATURES[type(value)] is not _signature_of_value for value in plain.values()):
+            return  # such as an eps in an array, which may change
+        terms = [_same_value(name, value, space) for name, value in plain.items()]
+        lines = [f"    if not ({' and '.join(terms)}): return", *opening]
+        written = Written(self.entry.parameters, lines, results, seen, space)
+        self.entry.remember(self.signature, lambda: call.recall(written))
 
 
-def _signature(options: tuple, arguments: tuple, operands: int) -> tuple:
-    key: list[Any] = [options]
-    for obj in arguments[:operands]:
-        key.append((_SIGNATURES.get(type(obj)) or _reader_of(obj))(obj))
-    for obj in arguments[operands:-2]:
-        key.append(None if obj is None else known_library_of(obj).signature_of_output(obj))
-    return tuple(key)
+def with_first(recall: Callable[..., Any], latest: tuple[Callable[..., Any], ...]) -> tuple[Callable[..., Any], ...]:
+    return (recall, *[other for other in latest if other is not recall][: _LATEST - 1])
 
 
-def _reader_of(obj: Any) -> Callable[[Any], tuple]:
-    reader = _SIGNATURES[type(obj)] = known_library_of(obj).signature
+def forget() -> None:
+    """All recorded calls."""
+    for entry in _ENTRIES:
+        entry.latest = ()
+        entry.known = {}
+
+
+def _same_value(name: str, value: Any, space: dict[str, Any]) -> str:
+    """An expression that is true where the variable `name` holds the same."""
+    if value is None or isinstance(value, bool):
+        return f"{name} is {value}"
+    constant = _constant(value, space)
+    if isinstance(value, (int, float)):
+        kind = _constant(type(value), space)
+        return f"({name} is {constant} or (type({name}) is {kind} and {name} == {constant}))"
+    return f"{name} is {constant}"
+
+
+def _reader(obj: Any) -> Callable[[Any], tuple]:
+    kind = type(obj)
+    if kind in (tuple, list):
+        reader = _signature_of_several
+    elif hasattr(kind, "__dlpack__"):
+        reader = known_library_of(obj).signature
+    else:
+        reader = _signature_of_value
+    _SIGNATURES[kind] = reader
     return reader
 
 
-def _put_first(options: tuple, call: Callable) -> None:
-    _KNOWN[options] = (call, *[other for other in _KNOWN.get(options, ()) if other is not call][: _LATEST - 1])
+def _signature_of_value(obj: Any) -> tuple:
+    if type(obj) not in _VALUES and not isinstance(obj, (type, np.dtype)) and str(type(obj)) != "<class 'torch.dtype'>":
+        raise TypeError  # nobody knows what it becomes
+    return type(obj), obj
+
+
+def _signature_of_several(objects: Any) -> tuple:
+    return type(objects), *((_SIGNATURES.get(type(obj)) or _reader(obj))(obj) for obj in objects)
 
 
 def same_layout(given: Any, operand: Any) -> bool:

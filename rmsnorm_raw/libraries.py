@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -58,11 +58,8 @@ class Library:
         raise NotImplementedError
 
     def signature(self, obj: Any) -> tuple:
-        """What decides about an operand; type, shape, strides, dtype come first."""
+        """What decides about an array; type, shape, strides, dtype come first."""
         raise NotImplementedError
-
-    def signature_of_output(self, obj: Any) -> tuple:
-        return self.signature(obj)
 
     def pointer(self, obj: Any) -> int:
         raise NotImplementedError
@@ -71,10 +68,14 @@ class Library:
         """`pointer` of the variable `name`, as an expression."""
         raise NotImplementedError
 
-    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
+    def guard_text(self, arrays: dict[str, Any], written: Sequence[str], space: dict[str, Any]) -> str:
         """An expression that is true where the variables named hold arrays of the same properties as these (their
-        addresses aside). Each comes with whether it is written to. What the expression needs goes into `space`."""
+        addresses aside), and those in `written` may be written to. What the expression needs goes into `space`."""
         raise NotImplementedError
+
+    def guarded_pointer_text(self, name: str) -> str:
+        """`pointer_text` behind a guard that has looked at that variable."""
+        return self.pointer_text(name)
 
     def extent(self, obj: Any) -> tuple[int, int]:
         """The first byte and the one behind the last."""
@@ -114,17 +115,14 @@ class NumpyLibrary(Library):
         return Array(obj.ctypes.data, obj.shape, strides, obj.dtype.name, HOST, self, obj, copied_from)
 
     def signature(self, obj: Any) -> tuple:
-        return type(obj), obj.shape, obj.strides, obj.dtype, self.pointer(obj) & 15
-
-    def signature_of_output(self, obj: Any) -> tuple:
-        return *self.signature(obj), obj.flags.writeable
+        return type(obj), obj.shape, obj.strides, obj.dtype, self.pointer(obj) & 15, obj.flags.writeable
 
     def pointer_text(self, name: str) -> str:
         return f"{name}.__array_interface__['data'][0]"
 
-    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
-        terms = [_compare(name, obj, ("shape", "strides", "dtype"), space) for name, obj, _ in arrays]
-        return " and ".join(terms + [f"{name}.flags.writeable" for name, _, written in arrays if written])
+    def guard_text(self, arrays: dict[str, Any], written: Sequence[str], space: dict[str, Any]) -> str:
+        terms = [_compare(name, obj, ("shape", "strides", "dtype"), space) for name, obj in arrays.items()]
+        return " and ".join(terms + [f"{name}.flags.writeable" for name in arrays if name in written])
 
     def pointer(self, obj: Any) -> int:
         return obj.__array_interface__["data"][0]
@@ -168,10 +166,18 @@ class CupyLibrary(Library):
     def pointer_text(self, name: str) -> str:
         return f"{name}.data.ptr"
 
-    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
-        return " and ".join(
-            _compare(name, obj, ("shape", "strides", "dtype", "data.device_id"), space) for name, obj, _ in arrays
-        )
+    def guard_text(self, arrays: dict[str, Any], written: Sequence[str], space: dict[str, Any]) -> str:
+        terms = []
+        for name, obj in arrays.items():
+            contiguous = obj.flags.c_contiguous  # read in a third of the time that strides take
+            terms += [_compare(name, obj, ("shape",) if contiguous else ("shape", "strides"), space)]
+            terms += [f"{name}._c_contiguous"] if contiguous else []
+            space[f"dtype_{name}"] = obj.dtype
+            terms += [f"{name}.dtype is dtype_{name} and (m_{name} := {name}.data).device_id == {obj.data.device_id}"]
+        return " and ".join(terms)
+
+    def guarded_pointer_text(self, name: str) -> str:
+        return f"m_{name}.ptr"
 
     def pointer(self, obj: Any) -> int:
         return obj.data.ptr
@@ -233,30 +239,33 @@ class TorchLibrary(Library):
         return Array(obj.data_ptr(), tuple(obj.shape), obj.stride(), dtype, device, self, obj)
 
     def signature(self, obj: Any) -> tuple:
-        return type(obj), obj.shape, obj.stride(), obj.dtype, obj.device, obj.data_ptr() & 15, obj.is_neg()
-
-    def signature_of_output(self, obj: Any) -> tuple:
         import torch
 
-        return *self.signature(obj), obj.requires_grad and torch.is_grad_enabled()
+        place = obj.device, obj.data_ptr() & 15, obj.is_neg()
+        graph = obj.requires_grad, obj.is_leaf, torch.is_grad_enabled()
+        return type(obj), obj.shape, obj.stride(), obj.dtype, *place, *graph
 
     def pointer_text(self, name: str) -> str:
         return f"{name}.data_ptr()"
 
-    def guard_text(self, arrays: list[tuple[str, Any, bool]], space: dict[str, Any]) -> str:
-        """torch.compile's own guard compares types, dtypes, devices, shapes, strides and dispatch keys of all tensors
-        in a fifth of the time that their attributes take. It is not public: where it is not as expected, these."""
+    def guard_text(self, arrays: dict[str, Any], written: Sequence[str], space: dict[str, Any]) -> str:
+        """torch.compile's own guard compares types, dtypes, devices, shapes, strides, dispatch keys and whether a
+        gradient is needed, of all tensors in a fifth of the time that their attributes take. It is not public: where it
+        is not as expected, these."""
         import torch
 
-        check = _tensor_guard(torch, [obj for _, obj, _ in arrays])
+        terms = []
+        # Of tensors that need a gradient, what may be done depends on the mode.
+        if any(obj.requires_grad for obj in arrays.values()):
+            space["in_grad_mode"] = torch.is_grad_enabled
+            terms += ["in_grad_mode()" if torch.is_grad_enabled() else "not in_grad_mode()"]
+        check = _tensor_guard(torch, list(arrays.values()))
         if check is not None:
             space["check"] = check
-            return f"check({', '.join(name for name, _, _ in arrays)})"
-        space["in_grad_mode"] = torch.is_grad_enabled
-        terms = []
-        for name, obj, written in arrays:
-            terms += [_compare(name, obj, ("shape", "stride()", "dtype", "device", "is_neg()"), space)]
-            terms += [f"not ({name}.requires_grad and in_grad_mode())"] if written else []
+            return " and ".join([*terms, f"check({', '.join(arrays)})"])
+        space["transforms"] = torch._C._are_functorch_transforms_active
+        attributes = ("shape", "stride()", "dtype", "device", "is_neg()", "requires_grad")
+        terms += ["not transforms()", *(_compare(name, obj, attributes, space) for name, obj in arrays.items())]
         return " and ".join(terms)
 
     def pointer(self, obj: Any) -> int:
@@ -405,9 +414,7 @@ def _compare(name: str, obj: Any, attributes: tuple[str, ...], space: dict[str, 
     space[f"{name}_type"] = type(obj)
     terms = [f"type({name}) is {name}_type"]
     for number, attribute in enumerate(attributes):
-        value = obj
-        for part in attribute.split("."):
-            value = getattr(value, part.removesuffix("()"))
+        value = getattr(obj, attribute.removesuffix("()"))
         space[f"{name}_{number}"] = value() if attribute.endswith("()") else value
         terms.append(f"{name}.{attribute} == {name}_{number}")
     return " and ".join(terms)
@@ -415,14 +422,14 @@ def _compare(name: str, obj: Any, attributes: tuple[str, ...], space: dict[str, 
 
 def _tensor_guard(torch: Any, tensors: list[Any]) -> Callable[..., bool] | None:
     try:
-        like = [tensor.detach() for tensor in tensors]  # it takes one that needs a gradient for another
         like = [
-            torch.nn.Parameter(twin, requires_grad=False) if type(tensor) is torch.nn.Parameter else twin
-            for tensor, twin in zip(tensors, like, strict=True)
+            torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+            if type(tensor) is torch.nn.Parameter
+            else tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in tensors
         ]
         guards = torch._C._dynamo.guards.TensorGuards(*like, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        with torch.no_grad():
-            return guards.check if guards.check(*tensors) else None
+        return guards.check if guards.check(*tensors) else None
     except Exception:
         return None
 

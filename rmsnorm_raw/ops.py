@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import calls
@@ -22,6 +23,24 @@ FLOAT64_EPS = 2.220446049250313e-16
 
 
 # ------------------------------------------------------------------------------------------------ public
+
+_RMSNORM = calls.Entry("x", "weight", "eps", "bias", "weight_offset", "casting", "out_dtype", "out")
+_FUSED_ADD_RMSNORM = calls.Entry(
+    "x", "residual", "weight", "eps", "prenorm", "bias", "weight_offset", "casting", "residual_rounding",
+    "out_dtype", "residual_dtype", "out", "residual_out",
+)  # fmt: skip
+_RMSNORM_FWD = calls.Entry("x", "weight", "eps", "store_rstd", "bias", "weight_offset", "casting", "out_dtype", "out")
+_FUSED_ADD_RMSNORM_FWD = calls.Entry(
+    "x", "residual", "weight", "eps", "store_rstd", "bias", "weight_offset", "casting", "residual_rounding",
+    "out_dtype", "residual_dtype", "out", "residual_out",
+)  # fmt: skip
+_RMSNORM_BWD = calls.Entry(
+    "x", "weight", "dout", "rstd", "bias", "weight_offset", "casting", "need_dx", "need_dweight", "out", "workspace"
+)  # fmt: skip
+_FUSED_ADD_RMSNORM_BWD = calls.Entry(
+    "residual_out", "weight", "dout", "rstd", "dresidual_out", "dx_dtype", "dresidual_dtype", "bias", "weight_offset",
+    "casting", "need_dx", "need_dweight", "out", "workspace",
+)  # fmt: skip
 
 
 def rmsnorm(
@@ -55,10 +74,22 @@ def rmsnorm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
+    if not calls.is_traced():
+        for recall in _RMSNORM.latest:
+            y = recall(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
+            if y is not None:
+                return y
+    y, ticket = _RMSNORM.find(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
+    if y is not None:
+        return y
     if _needs_autograd(x, weight, bias):
         _refuse_out(out=out)
-        return (_autograd or _load_autograd()).rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype)
-    return _forward(x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None)[0]
+        from . import autograd
+
+        return autograd.rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype, ticket)
+    call = _forward(x, None, weight, eps, False, bias, weight_offset, casting, "stored", out_dtype, None, out, None)
+    call.remember(ticket)
+    return call.run()[0]
 
 
 def fused_add_rmsnorm(
@@ -93,26 +124,35 @@ def fused_add_rmsnorm(
 
     Raises: as `rmsnorm`.
     """
+    if not calls.is_traced():
+        for recall in _FUSED_ADD_RMSNORM.latest:
+            results = recall(
+                x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding,
+                out_dtype, residual_dtype, out, residual_out,
+            )  # fmt: skip
+            if results is not None:
+                return results
+    results, ticket = _FUSED_ADD_RMSNORM.find(
+        x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding,
+        out_dtype, residual_dtype, out, residual_out,
+    )  # fmt: skip
+    if results is not None:
+        return results
     _require_residual(residual)
     if _needs_autograd(x, residual, weight, bias):
         _refuse_out(out=out, residual_out=residual_out)
-        return (_autograd or _load_autograd()).fused_add_rmsnorm(
-            x,
-            residual,
-            weight,
-            eps,
-            prenorm,
-            bias,
-            weight_offset,
-            casting,
-            residual_rounding,
-            out_dtype,
-            residual_dtype,
-        )
-    y, total, _ = _forward(
+        from . import autograd
+
+        return autograd.fused_add_rmsnorm(
+            x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding,
+            out_dtype, residual_dtype, ticket,
+        )  # fmt: skip
+    call = _forward(
         x, residual, weight, eps, False, bias, weight_offset, casting, residual_rounding,
         out_dtype, residual_dtype, out, residual_out,
     )  # fmt: skip
+    call.remember(ticket, "{0}, {1}" if prenorm else "{0}")
+    y, total, _ = call.run()
     return (y, total) if prenorm else y
 
 
@@ -132,10 +172,15 @@ def rmsnorm_fwd(
 
     Arguments and errors as `rmsnorm`; RuntimeError also where a torch operand requires a gradient in grad mode.
     """
+    results, ticket = _RMSNORM_FWD.find(x, weight, eps, store_rstd, bias, weight_offset, casting, out_dtype, out)
+    if results is not None:
+        return results
     _refuse_gradient("rmsnorm_fwd", "rmsnorm", x, weight, bias, out)
-    y, _, rstd = _forward(
+    call = _forward(
         x, None, weight, eps, store_rstd, bias, weight_offset, casting, "stored", out_dtype, None, out, None
     )
+    call.remember(ticket, "{0}, {2}")
+    y, _, rstd = call.run()
     return y, rstd
 
 
@@ -160,12 +205,20 @@ def fused_add_rmsnorm_fwd(
     Arguments and errors as `fused_add_rmsnorm`; RuntimeError also where a torch operand requires a gradient in grad
     mode.
     """
-    _require_residual(residual)
-    _refuse_gradient("fused_add_rmsnorm_fwd", "fused_add_rmsnorm", x, residual, weight, bias, out, residual_out)
-    return _forward(
+    results, ticket = _FUSED_ADD_RMSNORM_FWD.find(
         x, residual, weight, eps, store_rstd, bias, weight_offset, casting, residual_rounding,
         out_dtype, residual_dtype, out, residual_out,
     )  # fmt: skip
+    if results is not None:
+        return results
+    _require_residual(residual)
+    _refuse_gradient("fused_add_rmsnorm_fwd", "fused_add_rmsnorm", x, residual, weight, bias, out, residual_out)
+    call = _forward(
+        x, residual, weight, eps, store_rstd, bias, weight_offset, casting, residual_rounding,
+        out_dtype, residual_dtype, out, residual_out,
+    )  # fmt: skip
+    call.remember(ticket, "{0}, {1}, {2}")
+    return call.run()
 
 
 def rmsnorm_bwd(
@@ -198,11 +251,18 @@ def rmsnorm_bwd(
 
     Raises: as `rmsnorm_fwd`.
     """
+    results, ticket = _RMSNORM_BWD.find(
+        x, weight, dout, rstd, bias, weight_offset, casting, need_dx, need_dweight, out, workspace
+    )
+    if results is not None:
+        return results
     _refuse_gradient("rmsnorm_bwd", "rmsnorm", x, weight, dout, rstd, bias, *_tuple(out))
-    dx, _, dweight, dbias = _backward(
+    call = _backward(
         x, weight, dout, rstd, None, bias, weight_offset, casting, need_dx, need_dweight,
         None, None, out, False, workspace,
     )  # fmt: skip
+    call.remember(ticket, "{0}, {2}" if bias is None else "{0}, {2}, {3}")
+    dx, _, dweight, dbias = call.run()
     return (dx, dweight) if bias is None else (dx, dweight, dbias)
 
 
@@ -234,21 +294,22 @@ def fused_add_rmsnorm_bwd(
 
     Raises: as `rmsnorm_fwd`.
     """
+    results, ticket = _FUSED_ADD_RMSNORM_BWD.find(
+        residual_out, weight, dout, rstd, dresidual_out, dx_dtype, dresidual_dtype, bias, weight_offset, casting,
+        need_dx, need_dweight, out, workspace,
+    )  # fmt: skip
+    if results is not None:
+        return results
     _refuse_gradient(
-        "fused_add_rmsnorm_bwd",
-        "fused_add_rmsnorm",
-        residual_out,
-        weight,
-        dout,
-        rstd,
-        dresidual_out,
-        bias,
-        *_tuple(out),
-    )
-    dx, dresidual, dweight, dbias = _backward(
+        "fused_add_rmsnorm_bwd", "fused_add_rmsnorm",
+        residual_out, weight, dout, rstd, dresidual_out, bias, *_tuple(out),
+    )  # fmt: skip
+    call = _backward(
         residual_out, weight, dout, rstd, dresidual_out, bias, weight_offset, casting, need_dx, need_dweight,
         dx_dtype, dresidual_dtype, out, True, workspace,
     )  # fmt: skip
+    call.remember(ticket, "{0}, {1}, {2}" if bias is None else "{0}, {1}, {2}, {3}")
+    dx, dresidual, dweight, dbias = call.run()
     return (dx, dresidual, dweight) if bias is None else (dx, dresidual, dweight, dbias)
 
 
@@ -279,22 +340,37 @@ def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweigh
 # ------------------------------------------------------------------------------------------------ the steps
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """A call that has passed the door, with what its operands were: nothing is written before `run`."""
+
+    door: Door
+    call: calls.Call
+    views: dict[str, Rows]  # of the operands, as the kernels get them; they keep those alive that had to be copied
+    opening: Sequence[str] = ()  # what a recalled call of this kind has to see first
+    results: Sequence[Any] | None = None  # where there is nothing to run
+
+    def remember(
+        self, ticket: calls.Ticket | None, results: str = "{0}", seen: Sequence[str] = (), **space: Any
+    ) -> None:
+        """For the next call like this one, where it is not one of a kind. Arguments as of `calls.Ticket.remember`."""
+        if ticket is not None and self.results is None and self.door.can_be_remembered():
+            ticket.remember(self.call, results, self.opening, seen, **space)
+
+    def run(self) -> tuple[Any, ...]:
+        """The results in their order, None where not wanted."""
+        results = self.results
+        if results is None:
+            _order_streams(self.door)
+            results = self.call.run({name: rows.pointer for name, rows in self.views.items()})
+        return tuple(self.door.finish(result) for result in results)
+
+
 def _forward(
     x, residual, weight, eps, store_rstd, bias, weight_offset, casting, residual_rounding,
     out_dtype, residual_dtype, out, residual_out,
-):  # fmt: skip
-    """Plain (residual None) and fused-add: (y, residual_out or None, rstd or None)."""
-    operands, given, signature = (x, residual, weight, bias), (out, residual_out, None, None), None
-    if (eps is None or (type(eps) is float and eps >= 0)) and type(weight_offset) is float:
-        options = (
-            "forward", not store_rstd, casting, residual_rounding, out_dtype, residual_dtype, weight_offset != 0.0,
-            residual is None, weight is None, bias is None, out is None, residual_out is None,
-        )  # fmt: skip
-        arguments = (x, residual, weight, bias, out, residual_out, None, None, eps, weight_offset)
-        results, signature = calls.recall(options, arguments, 4)
-        if results is not None:
-            return results
-
+) -> _Prepared:  # fmt: skip
+    """Plain (residual None) and fused-add: y, residual_out or None, rstd or None."""
     door = Door(x)
     added = residual is not None
     residual_rows = door.rows_of(residual, "residual") if added else ABSENT
@@ -331,49 +407,31 @@ def _forward(
             round_residual=round_residual, offset_weight=weight_offset != 0.0, llama=casting == "llama",
         )  # fmt: skip
         sizes = (door.rows, door.x_rows.pitch, residual_rows.pitch, y_rows.pitch, total_rows.pitch)
-        pointers = ("p0", "p1", "p2", "p3", "q0", "q1", "q2")
-        steps.append((forward, (*pointers, *sizes, "eps", "offset", forward.blocks)))
+        pointers = ("p_x", "p_residual", "p_weight", "p_bias", "q0", "q1", "q2")
+        steps.append((forward, (*pointers, *sizes, eps, weight_offset, forward.blocks)))
     wanted = (y_dtype, sum_dtype or None, _real(x_dtype) if store_rstd else None)
     shapes = (door.shape, door.shape, door.shape[:-1])
-    call = _checked(door, wanted, shapes, 0, steps, operands, given)
-    if signature is not None and door.can_be_remembered():
-        call.eps = _check_eps(None, x_dtype)
-        # Each output may lie on the operand that it replaces, if it lies there element by element.
-        call.in_place = [(i, i) for i in (0, 1) if calls.same_layout(given[i], operands[i])]
-        calls.remember(signature, call)
-    pointers = (door.x_rows.pointer, residual_rows.pointer, weight_rows.pointer, bias_rows.pointer)
-    _order_streams(door)
-    return tuple(door.finish(result) for result in call.run(pointers, given, eps, weight_offset))
+    operands = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    call = _checked(door, wanted, shapes, 0, steps, operands, {"out": out, "residual_out": residual_out, "_": None})
+    # Each output may lie on the operand that it replaces, if it lies there element by element.
+    pairs = (("out", "x"), ("residual_out", "residual"))
+    call.in_place = [(output, name) for output, name in pairs if calls.same_layout(call.given[output], operands[name])]
+    return _Prepared(door, call, dict(zip(operands, (door.x_rows, residual_rows, weight_rows, bias_rows), strict=True)))
 
 
 def _backward(
     x, weight, dout, rstd, dresidual_out, bias, weight_offset, casting, need_dx, need_dweight,
-    dx_dtype, dresidual_dtype, out, fused, workspace,
-):  # fmt: skip
-    """Plain and fused-add: (dx, dresidual, dweight, dbias), None where skipped."""
-    operands, signature = (x, weight, dout, rstd, dresidual_out, bias), None
-    named = given = (None, None, None, None)
-    merged = 0
-    if out is not None:
-        named = _in_order(out, fused, bias is not None)
-        given, merged = _merge_gradients(named)
-    if type(weight_offset) is float:
-        options = (
-            "backward", casting, not need_dx, not need_dweight, dx_dtype, dresidual_dtype, fused,
-            weight_offset != 0.0, weight is None, dresidual_out is None, bias is None, workspace is None,
-        )  # fmt: skip
-        if out is None:
-            arguments = (
-                x, weight, dout, rstd, dresidual_out, bias, None, None, None, None, workspace, 0.0, weight_offset
-            )  # fmt: skip
-        else:
-            options = (*options, merged, *[array is None for array in given])
-            arguments = (*operands, *given, workspace, 0.0, weight_offset)
-        results, signature = calls.recall(options, arguments, 6)
-        if results is not None:
-            return results
-
-    door = Door(x, "residual_out" if fused else "x")
+    dx_dtype, dresidual_dtype, out, fused, workspace, apart=False,
+) -> _Prepared:  # fmt: skip
+    """Plain and fused-add: dx, dresidual, dweight, dbias, None where skipped. `apart`: dx and dresidual are two arrays
+    in any case."""
+    x_name = "residual_out" if fused else "x"
+    operands = {
+        x_name: x, "weight": weight, "dout": dout, "rstd": rstd, "dresidual_out": dresidual_out, "bias": bias
+    }  # fmt: skip
+    result_names = _result_names(fused, bias is not None)
+    named = _named(out, result_names)
+    door = Door(x, x_name)
     weight_rows = door.weight(weight, "weight") if weight is not None else ABSENT
     bias_rows = door.weight(bias, "bias") if bias is not None else ABSENT
     dout_rows = door.rows_of(dout, "dout")
@@ -386,18 +444,14 @@ def _backward(
     dresidual_dtype = _result_dtype(dresidual_dtype, "dresidual_dtype", x_dtype, x_dtype)
     need_dbias = need_dweight and bias is not None
     need_dweight = need_dweight and weight is not None
-    two_gradients = fused and need_dx and dresidual_dtype != dx_dtype
+    two_gradients = fused and need_dx and (apart or dresidual_dtype != dx_dtype)
 
-    names = ("dx", "dresidual", "dweight", "dbias")
-    if fused and need_dx and not two_gradients:
-        _require_one_gradient(named)
-    elif merged:
-        given, signature = named, None
+    given = _as_one_gradient(named) if fused and need_dx and not two_gradients else named
     shapes = (door.shape, door.shape, _shape(weight_rows), _shape(bias_rows))
     dtypes = (dx_dtype, dresidual_dtype, weight_rows.dtype, weight_rows.dtype or bias_rows.dtype)
     needed = (need_dx, two_gradients, need_dweight, need_dbias)
     rows = []
-    for name, array, shape, dtype, need in zip(names, given, shapes, dtypes, needed, strict=True):
+    for (name, array), shape, dtype, need in zip(given.items(), shapes, dtypes, needed, strict=True):
         if array is not None and not need:
             raise ValueError(f"out has an array for {name}, which this call does not compute")
         is_sum = name in ("dweight", "dbias")
@@ -408,10 +462,12 @@ def _backward(
     if door.rows == 0:
         results = [
             door.zeros(array, shape, dtype) if need else None
-            for array, shape, dtype, need in zip(given, shapes, dtypes, needed, strict=True)
+            for array, shape, dtype, need in zip(given.values(), shapes, dtypes, needed, strict=True)
         ]
-        dx, dresidual, *sums = (door.finish(result) for result in results)
-        return (dx, dresidual if two_gradients else dx if fused else None, *sums)
+        if fused and not two_gradients:
+            results[1] = results[0]
+        nothing = calls.Call(door.library, door.device, None, (), None, (), {}, {})
+        return _Prepared(door, nothing, {}, results=results)
     traits = _traits(door)
     gradients = tuple(row for row, need in zip(rows[:2], needed[:2], strict=True) if need)
     backward = planning.plan_backward(
@@ -422,20 +478,17 @@ def _backward(
         vector=door.alignment(gradients, planning.elements_per_pack(x_dtype, traits)),
         offset_weight=weight_offset != 0.0, need_dweight=need_dweight, need_dbias=need_dbias,
     )  # fmt: skip
-    steps = _backward_steps(door, backward, traits, dtypes, (dout_rows, added_rows, *rows[:2]), needed)
+    others, pointers = (dout_rows, added_rows, *rows[:2]), [f"p_{name}" for name in list(operands)[:5]]  # no bias
+    steps = _backward_steps(door, backward, traits, dtypes, others, needed, pointers, weight_offset)
     means, partials = backward.scratch_elements(door.rows, sums)
     scratch_bytes = (_padded(means) + sums * partials) * SIZE[_real(x_dtype)]
     door.workspace(workspace, scratch_bytes)
     wanted = tuple(dtype if need else None for dtype, need in zip(dtypes, needed, strict=True))
-    call = _checked(door, wanted, shapes, scratch_bytes, steps, operands, (*given, workspace))
+    call = _checked(door, wanted, shapes, scratch_bytes, steps, operands, given, workspace)
     call.share = fused and not two_gradients
-    if signature is not None and door.can_be_remembered():
-        call.in_place = [(i, 0) for i in (0, 1) if calls.same_layout(given[i], x)]
-        calls.remember(signature, call)
-    pointers = tuple(rows.pointer for rows in (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows, bias_rows))
-    _order_streams(door)
-    results = call.run(pointers, (*given, workspace), 0.0, weight_offset)
-    return tuple(door.finish(result) for result in results)
+    call.in_place = [(name, x_name) for name in list(given)[:2] if calls.same_layout(given[name], x)]
+    views = (door.x_rows, weight_rows, dout_rows, rstd_rows, added_rows, bias_rows)
+    return _Prepared(door, call, dict(zip(operands, views, strict=True)), _opening(out, result_names, named, given))
 
 
 def _backward_steps(
@@ -445,6 +498,8 @@ def _backward_steps(
     dtypes: tuple[str, ...],
     others: tuple[Rows, ...],
     needed: tuple[bool, ...],
+    pointers: Sequence[str],
+    weight_offset: float,
 ) -> list[tuple[planning.Plan, Sequence[calls.Argument]]]:
     """The backward's launches over the rows, then the sums of its partials."""
     _, _, need_dweight, need_dbias = needed
@@ -455,9 +510,10 @@ def _backward_steps(
     dbias_offset = dweight_offset + need_dweight * partials * real_size
     sizes = (door.rows, door.x_rows.pitch, *(rows.pitch for rows in others), backward.partials_pitch)
     sums = ("q2", "q3") if backward.direct else (("start", dweight_offset), ("start", dbias_offset))
-    pointers = ("p0", "p1", "p2", "p3", "p4", "start", "q0", "q1")
+    pointers = (*pointers, "start", "q0", "q1")
     steps: list[tuple[planning.Plan, Sequence[calls.Argument]]] = [
-        (plan, (*pointers, *sums, *sizes, "offset", plan.blocks)) for plan in (backward.launches if any(needed) else ())
+        (plan, (*pointers, *sums, *sizes, weight_offset, plan.blocks))
+        for plan in (backward.launches if any(needed) else ())
     ]
     if backward.direct:
         return steps
@@ -477,8 +533,9 @@ def _checked(
     shapes: tuple[tuple[int, ...], ...],
     scratch_bytes: int,
     steps: Sequence[tuple[planning.Plan, Sequence[calls.Argument]]],
-    operands: tuple[Any, ...],
-    given: tuple[Any, ...],
+    operands: dict[str, Any],
+    given: dict[str, Any],
+    workspace: Any = None,
 ) -> calls.Call:
     """Compiles everything before anything runs."""
     if door.device.kind == "host":
@@ -497,7 +554,7 @@ def _checked(
         for dtype, shape in zip(wanted, shapes, strict=True)
     ]
     scratch = library.maker((-(-scratch_bytes // 4),), "float32", door.device) if scratch_bytes else None
-    return calls.Call(library, door.device, device.place(), makers, scratch, ready, operands, given)
+    return calls.Call(library, door.device, device.place(), makers, scratch, ready, operands, given, workspace)
 
 
 def _order_streams(door: Door) -> None:
@@ -576,43 +633,50 @@ def _tuple(out: Any) -> tuple[Any, ...]:
     return tuple(out) if isinstance(out, (tuple, list)) else ()
 
 
-def _in_order(out: Any, fused: bool, with_bias: bool) -> tuple[Any, ...]:
-    """The caller's outputs as (dx, dresidual, dweight, dbias)."""
-    names = ("dx", "dresidual", "dweight") if fused else ("dx", "dweight")
-    names = (*names, "dbias") if with_bias else names
-    if not isinstance(out, (tuple, list)) or len(out) != len(names):
-        raise TypeError(f"out must be the tuple ({', '.join(names)}), None for each that is to be allocated or skipped")
-    dx, *others = out
-    return (dx, *(others if fused else (None, *others)), *(() if with_bias else (None,)))
+def _result_names(fused: bool, with_bias: bool) -> list[str]:
+    return ["dx", *(["dresidual"] if fused else []), "dweight", *(["dbias"] if with_bias else [])]
 
 
-def _merge_gradients(named: tuple[Any, ...]) -> tuple[tuple[Any, ...], int]:
-    """The outputs as they are where dx and dresidual are one array, which the caller may give as either (1) or as
-    both (2), and which of it was done."""
-    dx, dresidual, *sums = named
-    if dresidual is None or (dx is not None and dx is not dresidual):
-        return named, 0
-    return (dresidual, None, *sums), 1 if dx is None else 2
+def _named(out: Any, names: list[str]) -> dict[str, Any]:
+    """The caller's outputs by name, in the order of the results."""
+    arrays: dict[str, Any] = {"dx": None, "dresidual": None, "dweight": None, "dbias": None}
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != len(names):
+            wanted = ", ".join(names)
+            raise TypeError(f"out must be the tuple ({wanted}), None for each that is to be allocated or skipped")
+        arrays.update(zip(names, out, strict=True))
+    return arrays
 
 
-def _require_one_gradient(named: tuple[Any, ...]) -> None:
-    dx, dresidual = named[:2]
-    if dx is not None and dresidual is not None and dx is not dresidual:
+def _as_one_gradient(named: dict[str, Any]) -> dict[str, Any]:
+    """The same where dx and dresidual are one array, the first result, which the caller may give as either or both."""
+    dx, dresidual, *_ = named.values()
+    if dresidual is None:
+        return named
+    if dx is None:
+        return {"dresidual": dresidual} | named
+    if dx is not dresidual:
         raise ValueError("out: dx and dresidual have one dtype and are one array; give the same array, or None for one")
+    return named | {"dresidual": None}
+
+
+def _opening(out: Any, names: list[str], named: dict[str, Any], given: dict[str, Any]) -> Sequence[str]:
+    """Lines that take a tuple `out` apart, if it is like this one."""
+    if out is None:
+        return ()
+    terms = [
+        "dresidual is not dx" if named[name] is not None else f"{name} is not None"
+        for name in names
+        if given[name] is None
+    ]
+    return [
+        f"    if {' or '.join([f'type(out) is not {type(out).__name__}', f'len(out) != {len(names)}'])}: return",
+        f"    {', '.join(names)} = out",
+        *([f"    if {' or '.join(terms)}: return"] if terms else []),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ torch's gradients
-
-
-_autograd: Any = None  # the module, once it was needed: an import statement costs a microsecond each time
-
-
-def _load_autograd() -> Any:
-    global _autograd
-    from . import autograd
-
-    _autograd = autograd
-    return autograd
 
 
 def _needs_autograd(x: Any, *others: Any) -> bool:

@@ -21,6 +21,7 @@ class FakeCupy:
 
     def __init__(self, arches, by_driver):
         self.compiled, self.launched, self.current, self.functions = [], [], 0, []
+        self.has_context, self.failure = True, 0
         is_hip = arches[0].startswith("gfx")
 
         def properties(index):
@@ -29,10 +30,15 @@ class FakeCupy:
 
         runtime = SimpleNamespace(
             is_hip=is_hip, getDeviceProperties=properties, getDevice=lambda: self.current, runtimeGetVersion=lambda: 1,
-            CUDARuntimeError=RuntimeError,
+            getDeviceCount=lambda: len(arches), setDevice=self.set_device, CUDARuntimeError=RuntimeError,
         )  # fmt: skip
-        driver = SimpleNamespace(launchKernel=self.launch_by_driver) if by_driver else SimpleNamespace()
+        driver = SimpleNamespace(CUDADriverError=DriverError)
+        if by_driver:
+            driver.launchKernel = self.launch_by_driver
         self.cuda = SimpleNamespace(runtime=runtime, driver=driver, Device=self.device)
+
+    def set_device(self, index):
+        self.current, self.has_context = index, True
 
     @contextmanager
     def device(self, index):
@@ -47,6 +53,8 @@ class FakeCupy:
 
     def launch_by_driver(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
         """Reads the arguments as the kernel would, each at its own width."""
+        if not self.has_context:
+            raise DriverError(201)
         kernel = self.functions[function]
         kinds = SIGNATURES[kernel.name]
         real = ctypes.c_double if "COMPUTE = F64" in kernel.text else ctypes.c_float
@@ -56,10 +64,18 @@ class FakeCupy:
         self.record(kernel, (gx, gy, gz), (bx, by, bz), shared, stream, arguments)
 
     def record(self, kernel, grid, block, shared, stream, arguments):
+        if self.failure:
+            raise DriverError(self.failure)
         self.launched.append(SimpleNamespace(
             name=kernel.name, device=self.current, grid=grid, block=block, shared=shared, stream=stream,
             arguments=arguments,
         ))  # fmt: skip
+
+
+class DriverError(RuntimeError):
+    def __init__(self, status):
+        super().__init__(f"driver error {status}")
+        self.status = status
 
 
 class FakeKernel:

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +29,7 @@ from conftest import DTYPES, assert_rows_close, assert_sums_close, random
 from fake_cupy import FakeCupy
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import cache, compile_command, reference
+from rmsnorm_raw import cache, calls, compile_command, libraries, reference
 from rmsnorm_raw.devices import Compiled, clang, hip, host
 from rmsnorm_raw.devices import cupy as gpu
 from rmsnorm_raw.plan import Traits, plan_backward, plan_forward, plan_reduce
@@ -230,8 +231,12 @@ def options_of(fake):
 def launch_on(plan, index=0, **values):
     """A launch of the plan's program, with a value for each kind of argument."""
     kinds = {"P": 0, "q": 2**40, "i": plan.blocks, "r": 1e-6} | values
-    arguments = tuple(kinds[kind] for kind in SIGNATURES[plan.kernel])
-    gpu.prepare(program(plan.kernel, plan.constants), plan.blocks, 64, index)(arguments, 0)
+    signature = SIGNATURES[plan.kernel]
+    arguments = [f"p_{i}" if kind == "P" else kinds[kind] for i, kind in enumerate(signature)]
+    pointers = {str(i): kinds["P"] for i, kind in enumerate(signature) if kind == "P"}
+    launch = gpu.prepare(program(plan.kernel, plan.constants), plan.blocks, 64, index)
+    where = libraries.Device("gpu", index)
+    calls.Call(libraries._NUMPY, where, gpu.place(), [], None, [(launch, arguments)], pointers, {}).run(pointers)
 
 
 def python(code, *arguments, **environment):
@@ -1293,6 +1298,20 @@ def test_B80_each_launch_is_made_on_its_own_device(fake_cupy):
     assert fake.current == 0
 
 
+def test_B80_a_thread_without_a_context(fake_cupy):
+    """The driver's launch fails there, other than the runtime's; any other failure is the caller's to hear of."""
+    fake = fake_cupy("sm_90")
+    plan = plan_forward(64, 1024, gpu.traits(0), x="float32", y="float32")
+    fake.has_context = not hasattr(fake.cuda.driver, "launchKernel")  # CuPy's RawKernel sees to it by itself
+    for _ in range(2):
+        launch_on(plan)
+    assert len(fake.launched) == 2
+    fake.failure = 700
+    with pytest.raises(RuntimeError, match="driver error 700"):
+        launch_on(plan)
+    assert len(fake.launched) == 2
+
+
 @pytest.mark.multi_gpu
 def test_B80_two_devices_in_turn():
     import cupy
@@ -1359,11 +1378,14 @@ def test_B83_backward_is_launched_where_forward_was(torch, monkeypatch, index):
     def recorded(program, blocks, elements, index):
         launch = prepare(program, blocks, elements, index)
 
-        def and_launch(arguments, stream):
+        def note(stream):
             launches.append((threading.get_ident(), (index, stream)))
-            launch(arguments, stream)
 
-        return and_launch
+        def lines(arguments, space, number):
+            space["note"] = note
+            return ["    note(here)", *launch.lines(arguments, space, number)]
+
+        return SimpleNamespace(lines=lines)
 
     monkeypatch.setattr(gpu, "prepare", recorded)
     x = leaf(torch, random((63, 264), "float32", 1), f"cuda:{index}")  # a shape of no other test: not prepared yet

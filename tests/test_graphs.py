@@ -33,7 +33,7 @@ def assert_right(x, weight, dout, y, dx, dweight):
 
 def test_the_first_call_after_warmup_may_be_captured(torch, monkeypatch):
     """Neither a compilation nor a module that is loaded then disturbs a capture."""
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     shape = (96, 1536)
     rr.warmup([shape], "float32", device="gpu", progress=False)
     x, weight = torch.empty(shape, device="cuda"), torch.empty(shape[1:], device="cuda")

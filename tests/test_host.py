@@ -99,7 +99,7 @@ def logged(tmp_path, real_compiler):
 def fresh(monkeypatch, tmp_path):
     """This process as if nothing had been compiled, with a cache folder of its own."""
     monkeypatch.setattr(host, "_compiled", Compiled())
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
     host._compiler.cache_clear()
     yield tmp_path / "cache"

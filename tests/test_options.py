@@ -563,7 +563,7 @@ def compiled(monkeypatch):
         return load(program)
 
     monkeypatch.setattr(host, "_compiled", Compiled())
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     monkeypatch.setattr(host, "_load", count)
     return programs
 

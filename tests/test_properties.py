@@ -396,10 +396,10 @@ def test_workspace_bytes_is_enough_for_every_option(card, case, rows):
     x, rstd = many(case.x), np.zeros(rows, DTYPES[real_of(case.kinds["x"])])
     options = {"bias": case.bias, "weight_offset": case.weight_offset}
     options |= {"need_dx": case.need_dx, "need_dweight": case.need_dweight}
+    calls.forget()
     with (
         patch.object(ops, "_traits", lambda door: TRAITS[card]),
         patch.object(ops, "_checked", side_effect=Accepted),
-        patch.object(calls, "_KNOWN", {}),
     ):
         options["workspace"] = aligned(rr.workspace_bytes(x, case.weight, bias=case.bias))
         operands, backward = (x, case.weight, many(case.dout), rstd), rr.rmsnorm_bwd
@@ -536,7 +536,7 @@ TRUE_OR_FALSE = st.sampled_from((True, False, 1, 0, np.True_, np.False_))
 @given(st.lists(st.tuples(TRUE_OR_FALSE, TRUE_OR_FALSE, TRUE_OR_FALSE), min_size=2, max_size=4))
 def test_what_is_asked_for_follows_from_this_call_alone(calls_in_order):
     """Whatever calls of the same operands came before."""
-    calls._KNOWN.clear()
+    calls.forget()
     x, weight = np.ones((3, 8), np.float32), np.ones(8, np.float32)
     for store_rstd, need_dx, need_dweight in calls_in_order:
         _, rstd = rr.rmsnorm_fwd(x, weight, 1e-6, store_rstd)
@@ -891,7 +891,7 @@ def test_what_is_refused_writes_nothing(library, spoil, data):
     """Also after a call just like it, with every array in memory of its own, which may be valid."""
     if library == "torch" and (torch is None or spoil is read_only_output):
         pytest.skip("torch is not installed" if torch is None else "torch has no read-only tensors")
-    calls._KNOWN.clear()
+    calls.forget()
     case = complete_call(data.draw, library)
     spoil(data.draw, case)
     if data.draw(st.booleans()):

@@ -741,7 +741,7 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(host, "_compiled", Compiled())
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     host._compiler.cache_clear()
     yield
     host._compiler.cache_clear()
@@ -772,7 +772,7 @@ def test_a_second_program_that_cannot_be_built(monkeypatch, step):
         return load(program)
 
     monkeypatch.setattr(host, "_compiled", Compiled())
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     monkeypatch.setattr(host, "_load", fail)
     a = Operands(_numpy_backend())
     refuse(a, STEPS[step], RuntimeError, "no space left for dweight_reduce")

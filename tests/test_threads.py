@@ -33,11 +33,11 @@ def device(request):
     return request.param
 
 
-def test_torch_on_eight_streams(device, monkeypatch):
+def test_torch_on_eight_streams(device):
     """Forward and backward through autograd; the first calls of a shape too, which are recorded while others run."""
     import torch
 
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
 
     def work(number):
         stream = torch.cuda.Stream() if device == "cuda" else None
@@ -86,6 +86,31 @@ def test_numpy_in_eight_threads():
             np.testing.assert_array_equal(rr.rmsnorm(x, weight, out=out), first)
 
     eight(work)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("known", [True, False], ids=["recorded", "long way"])
+def test_a_thread_that_has_not_used_the_device(library, known):
+    """The driver knows no current device there; the arrays' libraries take memory that they have, and ask nobody."""
+    calls.forget()
+    x, weight, out = (random(shape, "float32", 1) for shape in ((5, 96), (96,), (5, 96)))
+    put = pytest.importorskip("cupy").asarray
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+        put = lambda array: torch.from_numpy(array).cuda()  # noqa: E731
+    there, w, mine = (put(array) for array in (x, weight, out))
+    for _ in range(3):
+        y = rr.rmsnorm(there, w)
+        rr.rmsnorm(there, w, out=mine)
+    if not known:
+        calls.forget()
+    results = []
+    thread = threading.Thread(target=lambda: results.extend((rr.rmsnorm(there, w, out=mine), rr.rmsnorm(there, w))))
+    thread.start()
+    thread.join()
+    assert len(results) == 2
+    assert all(bool((result == y).all()) for result in results)
 
 
 @pytest.mark.gpu

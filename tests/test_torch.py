@@ -7,7 +7,7 @@ import pytest
 from conftest import assert_rows_close
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import ops, reference
+from rmsnorm_raw import calls, ops, reference
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -60,6 +60,14 @@ def test_a_deep_residual_stream_equals_eager_torch(device, dtype):
         assert (ours.float() - theirs.float()).abs().max() <= scale * (3e-6 if dtype == torch.float32 else 4e-2)
 
 
+def noted_backward(monkeypatch):
+    """What backwards from here on are asked to compute: (dx, dweight)."""
+    asked, backward = [], ops._backward
+    calls.forget()
+    monkeypatch.setattr(ops, "_backward", lambda *a: asked.append(a[8:10]) or backward(*a))
+    return asked
+
+
 @pytest.mark.parametrize(
     "needs", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
 )
@@ -69,9 +77,7 @@ def test_no_needed_gradient_is_missing_and_no_other_computed(device, needs, used
         leaf(*shape, device=device, seed=i, grad=grad)
         for i, (shape, grad) in enumerate(zip([(6, 32), (6, 32), (32,)], needs, strict=True))
     )
-    calls = []
-    backward = ops._backward
-    monkeypatch.setattr(ops, "_backward", lambda *a: calls.append(a[8:10]) or backward(*a))
+    asked = noted_backward(monkeypatch)
     y, total = rr.fused_add_rmsnorm(x, residual, weight, 1e-6)
     loss = {"y": y.sum(), "residual_out": total.sum(), "both": y.sum() + 2 * total.sum()}[used]
     loss.backward()
@@ -90,19 +96,17 @@ def test_no_needed_gradient_is_missing_and_no_other_computed(device, needs, used
     else:
         assert weight.grad is None or not weight.grad.any()
     if used == "residual_out":
-        assert calls == []  # the gradient passes through unchanged: no kernel, no zeros
+        assert asked == []  # the gradient passes through unchanged: no kernel, no zeros
     else:
-        assert calls == [(needs[0] or needs[1], needs[2])]
+        assert asked == [(needs[0] or needs[1], needs[2])]
 
 
 def test_a_frozen_weight_and_a_constant_input_skip_their_work(device, monkeypatch):
-    calls = []
-    backward = ops._backward
-    monkeypatch.setattr(ops, "_backward", lambda *a: calls.append(a[8:10]) or backward(*a))
+    asked = noted_backward(monkeypatch)
     x, weight = leaf(6, 32, device=device), leaf(32, device=device, seed=1)
     rr.rmsnorm(x, weight.detach()).sum().backward()
     rr.rmsnorm(x.detach(), weight).sum().backward()
-    assert calls == [(True, False), (False, True)]
+    assert asked == [(True, False), (False, True)]
 
 
 def test_leaves_never_share_a_gradient(device):
@@ -112,6 +116,18 @@ def test_leaves_never_share_a_gradient(device):
     before = residual.grad.clone()
     x.grad.zero_()
     assert torch.equal(residual.grad, before)
+
+
+def test_gradients_are_one_array_but_for_leaves(device):
+    """torch would copy one of two equal gradients that come as one array to two leaves."""
+    a, b, weight = leaf(6, 32, device=device), leaf(6, 32, device=device, seed=1), leaf(32, device=device, seed=2)
+    for _ in range(4):
+        for x, residual, arrays in ((a, b, 2), (a * 1, b * 1, 1), (a, b * 1, 1), (a, b.detach(), 1)):
+            outputs = rr.fused_add_rmsnorm(x, residual, weight)
+            needed = [tensor for tensor in (x, residual) if tensor.requires_grad]
+            gradients = torch.autograd.grad(outputs, needed, [torch.ones_like(y) for y in outputs])
+            assert len({gradient.data_ptr() for gradient in gradients}) == arrays
+            assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 def test_the_incoming_gradient_is_never_written(device):

@@ -29,7 +29,7 @@ def built(monkeypatch, array_backend):
 
     monkeypatch.setattr(device, "_compiled", Compiled())
     monkeypatch.setattr(device, name, count)
-    monkeypatch.setattr(calls, "_KNOWN", {})
+    calls.forget()
     return programs
 
 

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from .. import cache
 from ..plan import Traits
 from ..program import SIGNATURES, Program
-from . import Compiled
+from . import Compiled, Launch
 
 # One tuple for all programs of a vendor: CuPy compiles a dummy for each distinct one. Contraction is off as on the
 # host; for AMD the prelude says so itself, since hipRTC does not know the option.
@@ -122,56 +122,71 @@ def _refuse_two_runtimes() -> None:
         raise RuntimeError(f"{finding.text}. Do this: {finding.remedy}")
 
 
-def prepare(program: Program, blocks: int, elements: int, index: int) -> Callable[[tuple, int], None]:
-    """Compiles and loads; the launch that comes back takes arguments and stream, whatever device is current."""
+def prepare(program: Program, blocks: int, elements: int, index: int) -> Launch:
+    """Compiles and loads, whatever device is current."""
     cupy = require_cupy()
     kernel = compile(program, index)
     constants = program.constants
     threads = constants.threads_per_row * constants.rows_per_block
-    raw_launch = getattr(cupy.cuda.driver, "launchKernel", None)
-    if raw_launch is None:  # not in CuPy's reference: it may go
-        return _launch_by_cupy(kernel, program, blocks, threads, index)
-    shared = constants.shared_bytes
+    if getattr(cupy.cuda.driver, "launchKernel", None) is None:  # not in CuPy's reference: it may go
+        return Launch(_launch_by_cupy(kernel, program, blocks, threads, index))
     with cupy.cuda.Device(index):
-        function = kernel.kernel.ptr
-        if shared:
-            kernel.max_dynamic_shared_size_bytes = shared
-    pack, places = _packer(program.arguments_format)
-    # The driver reads the arguments while the GIL is released: a buffer belongs to one thread until it has returned.
-    buffers: list[tuple[Any, int, Any]] = []
-    space = {
-        "buffers": buffers, "fresh": partial(_argument_buffer, places), "pack": pack, "raw_launch": raw_launch,
-        "function": function, "blocks": blocks, "threads": threads, "shared": shared,
-        "kernel": kernel,  # its module stays loaded
-    }  # fmt: skip
-
-    def launch(arguments: tuple, stream: int) -> None:
-        try:
-            mine = buffers.pop()
-        except IndexError:
-            mine = _argument_buffer(places)
-        pack(mine[0], 0, *arguments)
-        with cupy.cuda.Device(index):
-            raw_launch(function, blocks, 1, 1, threads, 1, 1, shared, stream, mine[1], 0)
-        buffers.append(mine)
-
-    setattr(launch, "inline", (_INLINE, space))  # noqa: B010
-    return launch
+        if constants.shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = constants.shared_bytes
+        return _DriverLaunch(kernel, program, blocks, threads, index)
 
 
-# `launch` as lines for a function that has the arguments in variables, the stream in `here` and the device current:
-# without a frame of its own and a tuple. Names in braces are those of `space`.
-_INLINE = """\
+class _DriverLaunch(Launch):
+    """The driver's own call. What is alike in all launches of a call lies in the buffer of its arguments already."""
+
+    def __init__(self, kernel: Any, program: Program, blocks: int, threads: int, index: int):
+        driver, runtime = require_cupy().cuda.driver, require_cupy().cuda.runtime
+        start, function, shared = driver.launchKernel, kernel.kernel.ptr, program.constants.shared_bytes
+
+        def again(error: Any, stream: int, table: int) -> None:
+            if error.status != _INVALID_CONTEXT:
+                raise error
+            runtime.setDevice(index)
+            start(function, blocks, 1, 1, threads, 1, 1, shared, stream, table, 0)
+
+        self._kinds = program.arguments_format[1:]
+        self._space = {
+            "start": start, "function": function, "blocks": blocks, "threads": threads, "shared": shared,
+            "Failed": driver.CUDADriverError, "again": again,
+            "kernel": kernel,  # its module stays loaded
+        }  # fmt: skip
+
+    def lines(self, arguments: Sequence[str | int | float], space: dict[str, Any], number: int) -> list[str]:
+        varied = [(kind, text) for kind, text in zip(self._kinds, arguments, strict=True) if isinstance(text, str)]
+        kinds = "".join(kind for kind, _ in varied)
+        # The driver reads the arguments while the GIL is released: a buffer belongs to a thread until it has returned.
+        own = {
+            "buffers": [], "fresh": partial(_argument_buffer, self._kinds, arguments),
+            "pack": struct.Struct(f"@{kinds}").pack_into, **self._space,
+        }  # fmt: skip
+        space |= {f"{name}{number}": value for name, value in own.items()}
+        names, texts = {name: f"{name}{number}" for name in own}, ", ".join(text for _, text in varied)
+        return _LAUNCH.format(arguments=texts, **names).split("\n")
+
+
+_LAUNCH = """\
     try: mine = {buffers}.pop()
     except IndexError: mine = {fresh}()
     {pack}(mine[0], 0, {arguments})
-    {raw_launch}({function}, {blocks}, 1, 1, {threads}, 1, 1, {shared}, here, mine[1], 0)
+    try: {start}({function}, {blocks}, 1, 1, {threads}, 1, 1, {shared}, here, mine[1], 0)
+    except {Failed} as error: {again}(error, here, mine[1])
     {buffers}.append(mine)"""
 
+# What the driver answers in a thread that has not used the device yet: the runtime's calls make the context current by
+# themselves, the driver's do not.
+_INVALID_CONTEXT = 201
 
-def place() -> tuple[Callable[[], int], Callable[[int], Any]]:
-    """What tells the current device, and a context that makes another one current."""
+
+def place() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
+    """What tells the current device, and a context that makes another one current; None where there is but one."""
     cupy = require_cupy()
+    if cupy.cuda.runtime.getDeviceCount() == 1:
+        return None
     return cupy.cuda.runtime.getDevice, cupy.cuda.Device
 
 
@@ -201,21 +216,21 @@ class _Stream:
         self.ptr = pointer
 
 
-@lru_cache(maxsize=16)
-def _packer(arguments_format: str) -> tuple[Any, tuple[int, ...]]:
-    """A function that packs the arguments, and where in the buffer each of them begins."""
-    # calcsize of all kinds up to one ends behind it.
-    kinds = arguments_format[1:]
-    ends = [struct.calcsize("@" + kinds[: i + 1]) for i in range(len(kinds))]
-    places = tuple(end - struct.calcsize(kind) for end, kind in zip(ends, kinds, strict=True))
-    return struct.Struct(arguments_format).pack_into, places
-
-
-def _argument_buffer(places: tuple[int, ...]) -> tuple[Any, int, Any]:
-    """A buffer for arguments that begin at `places`, the address of a table of pointers to them, and the table."""
+def _argument_buffer(kinds: str, arguments: Sequence[str | int | float]) -> tuple[Any, int, Any]:
+    """A buffer for arguments of these `struct` kinds, the address of a table of pointers to them, and the table. Those
+    that are texts come first in the buffer; the others follow and are there already."""
     buffer = ctypes.create_string_buffer(256)
+    places, end = {}, 0
+    for here in (True, False):
+        for i, (kind, argument) in enumerate(zip(kinds, arguments, strict=True)):
+            if isinstance(argument, str) is here:
+                size = struct.calcsize(kind)
+                places[i] = -(-end // size) * size
+                end = places[i] + size
+            if not (here or isinstance(argument, str)):
+                struct.pack_into(f"@{kind}", buffer, places[i], argument)
     base = ctypes.addressof(buffer)
-    table = (ctypes.c_void_p * len(places))(*(base + place for place in places))
+    table = (ctypes.c_void_p * len(kinds))(*(base + places[i] for i in range(len(kinds))))
     return buffer, ctypes.addressof(table), table
 
 

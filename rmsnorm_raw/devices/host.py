@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +26,7 @@ from typing import Any
 from .. import cache
 from ..plan import HOST, Traits
 from ..program import Program
-from . import Compiled
+from . import Compiled, Launch
 
 # Contraction is off so that every compiler, every tail and every option rounds alike; the kernels say fma where they
 # mean it. The other two let g++ vectorise square roots and selections.
@@ -201,14 +200,10 @@ def place() -> None:
     """There is one host, and it is always current."""
 
 
-def prepare(program: Program, blocks: int, elements: int, index: int = 0) -> Callable[[tuple, int], None]:
-    """Compiles; the launch that comes back takes the arguments (and a stream, for which the host has no use)."""
+def prepare(program: Program, blocks: int, elements: int, index: int = 0) -> Launch:
+    """Compiles. The host has no use for streams."""
     kernel, pack = compile(program), program.pack_arguments
-
-    def launch(arguments: tuple, stream: int) -> None:
-        run(kernel, blocks, pack(arguments), elements)
-
-    return launch
+    return Launch(lambda arguments, stream: run(kernel, blocks, pack(arguments), elements))
 
 
 def run(kernel: Any, blocks: int, packed: bytes, elements: int) -> None:
