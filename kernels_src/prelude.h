@@ -26,9 +26,9 @@ typedef unsigned short uint16;
 #define CONSTEXPR __host__ __device__ constexpr
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_UNIT)
 #define SHARED __shared__
-#define DYNAMIC_SHARED(type, name, count)    \
-    extern __shared__ uint4 shared_memory[]; \
-    type* const name = reinterpret_cast<type*>(shared_memory)
+#define DYNAMIC_SHARED(type, name, begin, count) \
+    extern __shared__ uint4 shared_memory[];     \
+    type* const name = reinterpret_cast<type*>(reinterpret_cast<char*>(shared_memory) + (begin))
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 #define ENTRY(kernel)
@@ -244,9 +244,10 @@ static void run_blocks(void (*kernel)(All...), const char* arguments, unsigned l
 
 #endif
 
-// Shared memory whose size the launch names, where that can be more than a program may declare.
+// Shared memory whose size the launch names, where that can be more than a program may declare: `count` of them, from
+// byte `begin` of that memory on.
 #if !defined(DYNAMIC_SHARED)
-#define DYNAMIC_SHARED(type, name, count) SHARED type name[(count) > 0 ? (count) : 1]
+#define DYNAMIC_SHARED(type, name, begin, count) SHARED type name[(count) > 0 ? (count) : 1]
 #endif
 
 // The sum over a wave; on the machine of fibres it is the text of the device that it stands for.
@@ -347,6 +348,21 @@ DEVICE void copy_once(T* to, const T* from) {
 #endif
     copy<COUNT>(to, from);
 }
+
+// 16 bytes into shared memory some time before `fetched` returns, seen by this thread; zeros where they are not there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+constexpr bool COPIES_LATER = true;
+DEVICE void copy_later(void* to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32(__cvta_generic_to_shared(to))), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+DEVICE void fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#else
+constexpr bool COPIES_LATER = false;
+DEVICE void copy_later(void*, const void*, bool) {}
+DEVICE void fetched() {}
+#endif
 
 // ---------------------------------------------------------------------------------------------- numbers
 
@@ -507,6 +523,21 @@ DEVICE Pack<D> load(const element<D>* row, int col, int cols) {
 template <Dtype D>
 DEVICE Pack<D> load_once(const element<D>* row, int col, int cols) {
     return load<D, VECTOR, true>(row, col, cols);
+}
+
+// The same into shared memory, without a register on the way and without a wait, which `fetched` does.
+template <Dtype D>
+DEVICE void fetch(Pack<D>& to, const element<D>* row, int col, int cols) {
+    constexpr int COUNT = smaller(VECTOR, 16 / sizeof(element<D>));
+    if constexpr (COPIES_LATER && WHOLE_PACKS && COUNT * sizeof(element<D>) == 16) {
+        const bool there = inside(col, cols);
+        const element<D>* const from = there ? past(row, col) : row;
+        UNROLL for (int i = 0; i < PACK; i += COUNT) {
+            copy_later(reinterpret_cast<element<D>*>(&to) + i, from + i, there);
+        };
+    } else {
+        to = load<D>(row, col, cols);
+    }
 }
 
 template <Dtype D, int VECTOR_OF = VECTOR>

@@ -62,7 +62,7 @@ KERNEL rmsnorm_fwd(const element<X>* x, const element<RESIDUAL>* residual, const
     constexpr int SLOTS = KEPT > 0 ? KEPT : 1;
     Input in[SLOTS], next[PREFETCH ? SLOTS : 1], passing[BATCH];
     Pack<HELD> kept[SLOTS];
-    DYNAMIC_SHARED(Pack<HELD>, stash, STASHED * THREADS);  // of each thread its own, so nothing waits for it
+    DYNAMIC_SHARED(Pack<HELD>, stash, 0, STASHED * THREADS);  // of each thread its own, so nothing waits for it
     Factors factors[SLOTS], passing_factors[BATCH];
     if (PREFETCH && at.first < at.end) load_packs(at.first, 0, KEPT, next);
     if constexpr (EARLY_WEIGHT) {

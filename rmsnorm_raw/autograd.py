@@ -261,7 +261,7 @@ class _Node:
     # of both torch makes a copy for one of them, which costs more than to write two.
     apart: bool = False
     backward: tuple[Callable[..., tuple[Any, ...] | None], ...] = ()  # as recorded
-    met: bool = False  # a backward of its own
+    kept: bool = False  # with a recorded forward: it will meet other backwards
 
     def outputs(self, y: Any, total: Any, rstd: Any, tensors: dict[str, Any]) -> tuple[Any, Any]:
         """What the Function returns, and what it saves: what was normed, weight and bias, rstd. Of texts too."""
@@ -279,9 +279,8 @@ class _Node:
         return None, *(gradients[_OPERANDS.index(name)] for name in self.operands)
 
     def remember(self, needs: tuple[bool, ...], prepared: ops._Prepared) -> None:
-        """Keeps a backward from its second time on, as all recorded calls."""
-        if not self.met or _is_grad_enabled() or not prepared.door.can_be_remembered():
-            self.met = True
+        """Keeps a backward for the next one, as the forward is kept."""
+        if not self.kept or _is_grad_enabled() or not prepared.door.can_be_remembered():
             return
         normed, _, dout, rstd, added, _ = prepared.call.operands
         saved = [normed, *(name for name in self.operands if name in ("weight", "bias")), rstd]
@@ -374,7 +373,7 @@ def _apply(prepared, weight_offset, ticket, dtypes=None, prenorm=True):
     named = dict(zip(tensors, tensors, strict=True))
     done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", "{2}", named))
     text = f"apply((node, {done}), {', '.join(tensors)}){first}"
-    prepared.remember(ticket, text, seen, apply=_APPLY, node=node)
+    node.kept = prepared.remember(ticket, text, seen, apply=_APPLY, node=node)
     y, total, rstd = prepared.run()
     results = _APPLY((node, *node.outputs(y, total, rstd, tensors)), *tensors.values())
     return results if prenorm else results[0]

@@ -248,15 +248,18 @@ class Entry:
                 return results, None
         return None, Ticket(self, signature, arguments)
 
-    def remember(self, signature: tuple, make: Callable[[], Callable[..., Any]]) -> None:
-        """Keeps a call for all others of its signature, from its second time on: writing it out takes 80 µs, too much
+    def meets_again(self, signature: tuple) -> bool:
+        """Whether a call of this signature was here before. Only then it is kept: to write it out takes 80 µs, too much
         where every batch has other rows."""
+        if signature in self.known:
+            return True
         if len(self.known) >= _MOST:
             self.known.clear()
-        if signature not in self.known:
-            self.known[signature] = None
-            return
-        self.known[signature] = recall = make()
+        self.known[signature] = None
+        return False
+
+    def keep(self, signature: tuple, recall: Callable[..., Any]) -> None:
+        self.known[signature] = recall
         self._put_first(recall)
 
     def _put_first(self, recall: Callable[..., Any]) -> None:
@@ -273,17 +276,21 @@ class Ticket:
 
     def remember(
         self, call: Call, results: str, opening: Sequence[str] = (), seen: Sequence[str] = (), **space: Any
-    ) -> None:
-        """`results`, `seen` and `space` as of `Written`; `opening` only what the plain arguments do not say."""
+    ) -> bool:
+        """Whether the call is kept. `results`, `seen` and `space` as of `Written`; `opening` only what the plain
+        arguments do not say."""
+        if not self.entry.meets_again(self.signature):
+            return False
         arrays = call.arrays()
         named = zip(self.entry.parameters, self.arguments, strict=True)
         plain = {name: value for name, value in named if name not in arrays and not isinstance(value, (tuple, list))}
         if any(_SIGNATURES[type(value)] is not _signature_of_value for value in plain.values()):
-            return  # such as an eps in an array, which may change
+            return False  # such as an eps in an array, which may change
         terms = [_same_value(name, value, space) for name, value in plain.items()]
         lines = [f"    if not ({' and '.join(terms)}): return", *opening]
         written = Written(self.entry.parameters, lines, results, seen, space)
-        self.entry.remember(self.signature, lambda: call.recall(written))
+        self.entry.keep(self.signature, call.recall(written))
+        return True
 
 
 def with_first(recall: Callable[..., Any], latest: tuple[Callable[..., Any], ...]) -> tuple[Callable[..., Any], ...]:

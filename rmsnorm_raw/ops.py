@@ -352,10 +352,11 @@ class _Prepared:
 
     def remember(
         self, ticket: calls.Ticket | None, results: str = "{0}", seen: Sequence[str] = (), **space: Any
-    ) -> None:
-        """For the next call like this one, where it is not one of a kind. Arguments as of `calls.Ticket.remember`."""
-        if ticket is not None and self.results is None and self.door.can_be_remembered():
-            ticket.remember(self.call, results, self.opening, seen, **space)
+    ) -> bool:
+        """For the next call like this one, where it is not one of a kind. As `calls.Ticket.remember`."""
+        if ticket is None or self.results is not None or not self.door.can_be_remembered():
+            return False
+        return ticket.remember(self.call, results, self.opening, seen, **space)
 
     def run(self) -> tuple[Any, ...]:
         """The results in their order, None where not wanted."""

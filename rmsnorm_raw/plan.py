@@ -86,11 +86,12 @@ class Constants:
     @property
     def shared_bytes(self) -> int:
         """Of shared memory that a launch has to name."""
-        if self.sums_in_shared:
-            return self.threads_per_row * self.packs * self.pack * SIZES[self.compute]
+        elements = self.threads_per_row * self.rows_per_block * self.pack  # of one pack of all threads
+        if self.x is not None and self.dout is not None:
+            sums = self.sums_in_shared * self.packs * SIZES[self.compute]
+            return elements * (sums + self.stashed * (SIZES[self.x] + SIZES[self.dout]))
         held = _held(self.x, self.residual_out, self.compute, self.add_residual, self.round_residual)
-        threads = self.threads_per_row * self.rows_per_block
-        return self.stashed * threads * self.pack * SIZES[held] if held else 0
+        return self.stashed * elements * SIZES[held] if held else 0
 
 
 def _held(x: str | None, residual_out: str | None, compute: str, added: bool, rounded: bool) -> str | None:
@@ -349,7 +350,7 @@ def plan_backward(
     shape = (
         _on_host(cols, pack)
         if on_host
-        else _backward_on_gpu(cols, x, SIZES[compute], traits, sums, need_dbias, dresidual_out is not None)
+        else _backward_on_gpu(cols, x, dout, traits, sums, need_dbias, dresidual_out is not None, dx is not None)
     )
     tiles = shape.get("tiles", 1)
     common = Constants(
@@ -398,16 +399,22 @@ def plan_backward(
     )
 
 
-def _backward_on_gpu(cols: int, x: str, real_bytes: int, traits: Traits, sums: int, dbias: bool, added: bool) -> dict:
+def _backward_on_gpu(
+    cols: int, x: str, dout: str, traits: Traits, sums: int, dbias: bool, added: bool, need_dx: bool
+) -> dict:
     # H200, bf16, µs at 256 MB a tensor: one pack a thread up to 2048 columns (256×1: 100.7 at 2048, 128×1: 102.5), two
     # up to 8192 (256×1: 198.6 at 4096), four at 16384 without prefetch (512×1: 400; in two launches 624).
     amd = traits.vendor == "amd"
-    pack = elements_per_pack(x, traits)
+    pack, real_bytes = elements_per_pack(x, traits), 8 if x == "float64" else 4
     row_packs = _ceil(cols, pack)
     # Five packs (of four elements eight) for each of 512 threads fit in registers where dweight's sums do not, too.
     long = 2048 < row_packs <= {8: 2560, 4: 4096}.get(pack, 0) and not amd and not dbias
     room = _ceil(row_packs, 512) * 512 * pack * real_bytes + 2048 <= traits.shared_bytes
     in_shared = long and sums == 1 and room
+    if need_dx and pack >= 4 and not (row_packs <= 2048 or in_shared or (long and not sums) or dbias):
+        stashed = _stashed_backward(row_packs, pack * (SIZES[x] + SIZES[dout]), sums * pack * real_bytes, traits)
+        if stashed:
+            return stashed
     tiles = 1 if row_packs <= 2048 or in_shared or (long and not sums) else _ceil(row_packs, 1024)
     tile_packs = _ceil(row_packs, tiles)
     # AMD: from 8192 columns 1024 threads, so that two packs a thread and the next row's stay in registers at any width.
@@ -444,11 +451,38 @@ def _backward_on_gpu(cols: int, x: str, real_bytes: int, traits: Traits, sums: i
         "lanes": min(2, pack),
         "kept": packs,
         "interleaved": True,
-        "prefetch": (packs <= 2 and not (tight and added)) or (not sums and packs <= 4),
+        "prefetch": (packs <= 2 and not (tight and added)) or (packs <= 4 and not (sums or added)),
         "unpack_again": unpack_again,
         "early_weight": packs <= 2 and (pack != 4 or amd),  # float32 on an H200: 99.8 late, 109 early at 1024 columns
         "tiles": tiles,
         "sums_in_shared": in_shared,
+    }
+
+
+def _stashed_backward(row_packs: int, pair_bytes: int, sums_bytes: int, traits: Traits) -> dict | None:
+    """Rows of which the last packs of x and dout stay in registers and the others in shared memory, beside dweight's
+    sums; None where that does not hold them. `pair_bytes` and `sums_bytes` are those of a pack."""
+    # H200, bf16, µs at 512 MB a tensor, in brackets by two launches: 32768 columns 467 (622), with a second gradient
+    # 521 (738); frozen 389 (618), at 65536 418 (622). Fewer packs in registers, or fewer at a time, are slower.
+    threads, batch = 512, 4  # as many share a row in the first of two launches: the same order of its sum
+    packs = _ceil(row_packs, threads)
+    room = (traits.shared_bytes - 1024 - packs * threads * sums_bytes) // (threads * pair_bytes)
+    stashed = min(packs, room) // batch * batch
+    if stashed <= 0 or packs - stashed > (4 if sums_bytes else 6):
+        return None
+    return {
+        "threads_per_row": threads,
+        "rows_per_block": 1,
+        "blocks_per_unit": 1,
+        "packs": packs,
+        "batch": batch,
+        "section": packs,
+        "lanes": 2,
+        "kept": packs - stashed,
+        "stashed": stashed,
+        "interleaved": True,
+        "unpack_again": True,
+        "sums_in_shared": sums_bytes > 0,
     }
 
 

@@ -4,10 +4,14 @@ that this machine finds without a sanitizer's help."""
 from __future__ import annotations
 
 import lanes
+import numpy as np
 import pytest
-from lanes import WAVES, controls
-from lanes.cases import check, every_case
+from conftest import random
+from lanes import DEVICES, WAVES, controls
+from lanes.cases import SHAPES, check, every_case, stashed_cases
+from lanes.device import Device
 
+import rmsnorm_raw as rr
 from rmsnorm_raw.program import SIGNATURES
 
 pytestmark = [pytest.mark.lanes, pytest.mark.skipif(bool(lanes.missing()), reason=lanes.missing())]
@@ -15,11 +19,26 @@ pytestmark = [pytest.mark.lanes, pytest.mark.skipif(bool(lanes.missing()), reaso
 
 # gfx950 has gfx942's programs, on other grids.
 CASES = every_case(WAVES, ("float16", "bfloat16", "float32")) + every_case(("gfx950",), ("bfloat16",))
+CASES += stashed_cases(("float16", "bfloat16", "float32"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case):
     check(case)
+
+
+@pytest.mark.parametrize("shape", ["long", "stashed", "stashed-tight"])
+def test_a_gradient_does_not_depend_on_what_else_is_wanted(shape):
+    """However the row is held: beside dweight, without it, or in two launches where dbias is wanted too."""
+    cols = SHAPES[shape]
+    x, dout, weight = (random(s, "bfloat16", i) for i, s in enumerate(((3, cols), (3, cols), (cols,))))
+    rstd = np.ones(3, np.float32)
+    gradients = []
+    for options in ({}, {"need_dweight": False}, {"bias": weight}):
+        device = Device(DEVICES["sm_90_whole"])
+        gradients.append(device(rr.rmsnorm_bwd, x, weight, dout, rstd, **options)[0])
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    np.testing.assert_array_equal(gradients[0], gradients[2])
 
 
 @pytest.mark.parametrize("kernel", SIGNATURES)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import lanes
 import pytest
 from lanes import WAVES, controls
-from lanes.cases import VARIANTS, Case, check, every_case
+from lanes.cases import VARIANTS, Case, check, every_case, stashed_cases
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.skipif(bool(lanes.missing()), reason=lanes.missing())]
 
@@ -18,7 +18,7 @@ RACES = [Case(d, v, "bfloat16", s) for d in DEVICES for v in VARIANTS for s in (
 RACES += [Case(d, v, "bfloat16", "256") for d in DEVICES for v in ("forward_in_place", "backward_options")]
 
 
-@pytest.mark.parametrize("case", every_case(DEVICES, ("bfloat16", "float32")), ids=str)
+@pytest.mark.parametrize("case", every_case(DEVICES, ("bfloat16", "float32")) + stashed_cases(("bfloat16",)), ids=str)
 def test_addresses(case):
     check(case, "address")
 

@@ -33,6 +33,7 @@ DEVICES = {
     "gfx1100": Traits("amd", "gfx1100", wave=32, units=48),
     # Less shared memory than the card has, so that rows are kept there whole, in part and not at all.
     "sm_90": Traits("nvidia", "sm_90", wave=32, units=132, shared_bytes=96 << 10),
+    "sm_90_whole": Traits("nvidia", "sm_90", wave=32, units=132, shared_bytes=227 << 10),
 }
 WAVES = ("gfx942", "gfx1100", "sm_90")  # one of each text of wave_sum and width
 

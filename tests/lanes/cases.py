@@ -20,7 +20,10 @@ from .device import Device
 # 3001 columns take a number of waves that is no power of two; long rows do not fit in registers, longer ones by
 # far not. Rows start at multiples of 16 bytes ("half": of 8), with a gap between them; "tight" rows follow each other,
 # and all arrays lie one element off, so that only single elements may be accessed.
-SHAPES = {"40": 40, "256": 256, "256-half": 256, "3001": 3001, "769-tight": 769, "long": 17000, "longer": 40008}
+SHAPES = {
+    "40": 40, "256": 256, "256-half": 256, "3001": 3001, "769-tight": 769, "long": 17000, "longer": 40008,
+    "stashed": 31000, "stashed-tight": 23001,
+}  # fmt: skip
 VARIANTS = ("forward", "fused_forward", "backward", "fused_backward")
 # All operands, of unlike dtypes and for two heads; outputs that are inputs; results left out.
 OPTIONS = (
@@ -48,6 +51,12 @@ def every_case(devices: tuple[str, ...], dtypes: tuple[str, ...]) -> list[Case]:
     return cases + [Case(d, v, "bfloat16", s) for d in devices for v in OPTIONS for s in others]
 
 
+def stashed_cases(dtypes: tuple[str, ...]) -> list[Case]:
+    """Backwards whose rows lie in registers and shared memory, beside dweight's sums and without."""
+    variants, shapes = ("backward", "fused_backward", "backward_dx"), ("stashed", "stashed-tight")
+    return [Case("sm_90_whole", v, t, s) for v in variants for t in dtypes for s in shapes]
+
+
 def check(case: Case, sanitizer: str | None = None, small: bool = False) -> None:
     """Every output against float64: on few blocks that take turns, the last of them not full; for a single row; and,
     without a sanitizer, where some blocks have no row, and on the planned grid."""
@@ -62,7 +71,7 @@ def check(case: Case, sanitizer: str | None = None, small: bool = False) -> None
         run(case, few, 1)
     if sanitizer is None:
         run(case, few, 7)
-        run(case, Device(DEVICES[case.device]), 11 if case.shape.startswith("long") else 37)
+        run(case, Device(DEVICES[case.device]), 11 if SHAPES[case.shape] > 16384 else 37)
 
 
 # ------------------------------------------------------------------------------------------------ the kernels
