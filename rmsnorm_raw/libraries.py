@@ -259,6 +259,8 @@ class TorchLibrary(Library):
         if any(obj.requires_grad for obj in arrays.values()):
             space["in_grad_mode"] = torch.is_grad_enabled
             terms += ["in_grad_mode()" if torch.is_grad_enabled() else "not in_grad_mode()"]
+        space["forward_ad"] = torch.autograd.forward_ad  # while it is at work, any tensor may have a tangent
+        terms += ["forward_ad._current_level < 0"]
         check = _tensor_guard(torch, list(arrays.values()))
         if check is not None:
             space["check"] = check

@@ -696,6 +696,7 @@ def _needs_autograd(x: Any, *others: Any) -> bool:
         return False
     if compiling():  # the compiler knows the operators, not the pointers behind them
         return True
+    _refuse_tangent(torch, x, *others)
     if not torch.is_grad_enabled():
         return False
     if x.requires_grad:
@@ -708,12 +709,27 @@ def _needs_autograd(x: Any, *others: Any) -> bool:
 
 def _refuse_gradient(name: str, instead: str, *operands: Any) -> None:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
+    if torch is None:
+        return
+    _refuse_tangent(torch, *operands)
+    if not torch.is_grad_enabled():
         return
     if any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in operands):
         raise RuntimeError(
             f"{name} is not differentiable, and an operand requires a gradient, which would be lost; "
             f"call {instead}, or {name} under torch.no_grad()"
+        )
+
+
+def _refuse_tangent(torch: Any, *operands: Any) -> None:
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "an operand has a tangent (torch.autograd.forward_ad), which would be lost: there is no forward-mode "
+            "derivative here; use torch.nn.functional.rms_norm, or pass the primal that unpack_dual returns"
         )
 
 

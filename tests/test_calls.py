@@ -393,6 +393,27 @@ def test_transforms_are_refused_after_calls_that_went_straight(recorded):
     recorded.check(recorded.step())
 
 
+def test_a_tangent_is_refused_after_calls_that_went_straight(recorded):
+    import torch
+    from torch.autograd import forward_ad
+
+    a = recorded
+    weight, rstd = a.weight.detach(), torch.ones(6, device=a.x.device)
+    calls_of = (
+        lambda x: rr.rmsnorm(x, weight), lambda x: rr.fused_add_rmsnorm(a.dout, x, weight),
+        lambda x: rr.rmsnorm_fwd(x, weight), lambda x: rr.rmsnorm_bwd(x, weight, a.dout, rstd),
+        lambda x: rr.rmsnorm(x, a.weight), lambda x: rr.rmsnorm(a.dout, x[0]),
+    )  # fmt: skip
+    for call in calls_of:
+        for _ in range(4):
+            call(a.added)
+        with forward_ad.dual_level():
+            call(a.added)  # no tangent
+            with pytest.raises(RuntimeError, match="has a tangent"):
+                call(forward_ad.make_dual(a.added, a.dout))
+        call(a.added)
+
+
 def test_functions_by_themselves(torch_only, straight):
     """`RMSNormFunction.apply` as others' modules call it."""
     import torch
