@@ -11,7 +11,7 @@ from conftest import DTYPES, assert_rows_close, assert_sums_close, random
 import rmsnorm_raw as rr
 from rmsnorm_raw import reference
 
-SHAPES = [(7, 40), (5, 769), (300, 256), (64, 1024), (33, 4096), (3, 8192), (2, 16384), (3, 32768)]
+SHAPES = [(7, 40), (5, 769), (300, 256), (64, 1024), (33, 4096), (3, 8192), (2, 16384), (135, 24576), (3, 32768)]
 
 
 def run(m: int, n: int, dtype: str) -> None:
@@ -24,6 +24,8 @@ def run(m: int, n: int, dtype: str) -> None:
     expected = reference.backward(x, weight, dout, 1e-5)
     assert_rows_close(dx.get(), expected.dx, dtype, "dx")
     assert_sums_close(dweight.get(), expected.dweight, dtype, m, np.abs(dout.astype(np.float64)).max())
+    dx, _ = rr.rmsnorm_bwd(there(x), there(weight), there(dout), rstd, need_dweight=False)
+    assert_rows_close(dx.get(), expected.dx, dtype, "dx alone")
     y, total, rstd = rr.fused_add_rmsnorm_fwd(there(x), there(residual), there(weight), 1e-5, True)
     fused = reference.forward(x, weight, 1e-5, residual=residual, residual_dtype=DTYPES[dtype])
     assert_rows_close(y.get(), fused.y, dtype, "fused y")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import DTYPES, assert_rows_close, assert_sums_close, random
+from conftest import DTYPES, _cupy_backend, assert_rows_close, assert_sums_close, random
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import reference
@@ -73,6 +73,24 @@ def test_equals_float64(array_backend, case):
 )
 def test_16_bit_rows_with_a_float32_weight(backend, m, n, dtype, weight_dtype):
     run_and_check(backend, m, n, dtype, weight_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cols", [23001, 24576, 32768, 40000, 65536])
+def test_long_rows_on_blocks_that_take_turns(cols, dtype):
+    """Held in registers and shared memory or read twice: more rows than blocks, whatever else is wanted."""
+    import cupy
+
+    backend, m = _cupy_backend(), cupy.cuda.Device().attributes["MultiProcessorCount"] + 9
+    run_and_check(backend, m, cols, dtype, dtype)
+    x, weight, dout = (cupy.asarray(random(shape, dtype, i)) for i, shape in enumerate(((m, cols), (cols,), (m, cols))))
+    _, rstd = rr.rmsnorm_fwd(x, weight, 1e-6, True)
+    gradients = [
+        rr.rmsnorm_bwd(x, weight, dout, rstd, **options)[0]
+        for options in ({}, {"need_dweight": False}, {"bias": weight})
+    ]
+    assert all(bool((gradient == gradients[0]).all()) for gradient in gradients)
 
 
 @pytest.mark.parametrize("m", [512, 4096, 65536])
