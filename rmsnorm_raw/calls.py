@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
 
@@ -33,8 +33,8 @@ class Call:
     library: Library
     device: Device
     place: tuple[Callable[[], int], Callable[[int], Any]] | None  # tells and switches the current device, if several
-    makers: Sequence[Callable[[], Any] | None]  # of each result, None where it is not wanted
-    make_scratch: Callable[[], Any] | None
+    makers: Sequence[partial[Any] | None]  # of each result, None where it is not wanted
+    make_scratch: partial[Any] | None
     steps: Sequence[Step]
     operands: dict[str, Any]  # by parameter, None where absent
     given: dict[str, Any]  # for each result a variable, and the caller's array for it or None
@@ -94,8 +94,8 @@ class Call:
             if make is None:
                 values[f"q{i}"] = 0
             elif obj is None:
-                space[f"make{i}"] = make
-                lines += [f"    r{i} = make{i}()", f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
+                lines += [f"    r{i} = {_called(make, f'make{i}', space)}"]
+                lines += [f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
             elif recalled:
                 values[f"q{i}"] = f"p_{name}"
             else:
@@ -103,9 +103,9 @@ class Call:
         if self.make_scratch is None:
             values["start"] = 0
         elif self.workspace is None:
-            space["make_scratch"] = self.make_scratch
             # A name of its own keeps fresh scratch alive until the launches that use it are in its stream.
-            lines += ["    scratch = make_scratch()", f"    start = {self.library.pointer_text('scratch')}"]
+            lines += [f"    scratch = {_called(self.make_scratch, 'make_scratch', space)}"]
+            lines += [f"    start = {self.library.pointer_text('scratch')}"]
         elif recalled:
             values["start"] = "p_workspace"
         else:
@@ -170,6 +170,12 @@ def _argument(argument: Argument, values: dict[str, Any], space: dict[str, Any])
     if isinstance(argument, tuple):
         return f"{values.get(argument[0], argument[0])} + {_constant(argument[1], space)}"
     return argument
+
+
+def _called(function: partial[Any], name: str, space: dict[str, Any]) -> str:
+    """The call of `function` without the partial's own."""
+    space[name] = partial(function.func, **function.keywords) if function.keywords else function.func
+    return f"{name}({', '.join(_constant(argument, space) for argument in function.args)})"
 
 
 def _constant(value: Any, space: dict[str, Any]) -> str:

@@ -88,7 +88,7 @@ class Library:
         """The library whose arrays results on that device are, until they are handed back."""
         return self
 
-    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> partial[Any]:
         """A function that makes a fresh array, on the device that is current where there are several."""
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class NumpyLibrary(Library):
     def extent(self, obj: Any) -> tuple[int, int]:
         return _extent(self.pointer(obj), obj.shape, obj.strides, obj.dtype.itemsize)
 
-    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> partial[Any]:
         return partial(np.empty, shape, _numpy_dtype(dtype))
 
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Array) -> Any:
@@ -185,7 +185,7 @@ class CupyLibrary(Library):
     def extent(self, obj: Any) -> tuple[int, int]:
         return _extent(obj.data.ptr, obj.shape, obj.strides, obj.dtype.itemsize)
 
-    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> partial[Any]:
         import cupy
 
         return partial(cupy.ndarray, shape, _numpy_dtype(dtype))
@@ -277,7 +277,7 @@ class TorchLibrary(Library):
         size = obj.element_size()
         return _extent(obj.data_ptr(), obj.shape, [step * size for step in obj.stride()], size)
 
-    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
+    def maker(self, shape: tuple[int, ...], dtype: str, device: Device) -> partial[Any]:
         import torch
 
         kind, where = getattr(torch, dtype), torch.device(self._device(device))
@@ -325,8 +325,8 @@ class TorchLibrary(Library):
         import torch
 
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a tenth of current_stream's time
-        space["current_stream"] = partial(self.stream, device) if raw is None else partial(raw, device.index)
-        return "current_stream()"
+        space["current_stream"] = raw or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+        return f"current_stream({device.index})"
 
     def finish(self, owner: Any) -> Any:
         return owner

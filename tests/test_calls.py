@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -522,7 +523,7 @@ def test_another_device_is_current():
     x = np.ones(3, np.float32)
     arguments = ("p_x", "p_residual", "q0", "q1", 7, 0.5)
     call = calls.Call(
-        libraries._NUMPY, libraries.Device("gpu", 1), (lambda: current[0], switch), [make, None], None,
+        libraries._NUMPY, libraries.Device("gpu", 1), (lambda: current[0], switch), [partial(make), None], None,
         [(Launch(launch), arguments)], {"x": x, "residual": None}, {"out": None, "residual_out": None},
     )  # fmt: skip
     first, _ = call.run({"x": x.ctypes.data, "residual": 0})

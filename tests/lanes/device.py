@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -42,13 +43,13 @@ class Device:
         given += [array for several in given if isinstance(several, tuple) for array in several]
         areas = {_bounds(array) for array in given if isinstance(array, np.ndarray)}  # all that a launch may point to
 
-        def maker(library: NumpyLibrary, shape: tuple[int, ...], dtype: str, device: Any) -> Callable[[], np.ndarray]:
+        def maker(library: NumpyLibrary, shape: tuple[int, ...], dtype: str, device: Any) -> partial[np.ndarray]:
             def make() -> np.ndarray:
                 array = poisoned(shape, real_maker(library, (0,), dtype, device)().dtype)
                 areas.add(_bounds(array))
                 return array
 
-            return make
+            return partial(make)
 
         def prepare(text: Program, blocks: int, elements: int, index: int = 0) -> Launch:
             return Launch(lambda arguments, stream: self._launch(text, blocks, arguments, areas))
