@@ -9,9 +9,9 @@
 //
 // Where a row fits in registers but not beside its share of dweight, that lies in shared memory (SUMS_IN_SHARED). Of
 // longer rows the last KEPT packs stay in registers and the others come straight to shared memory (STASHED), the next
-// row's as soon as this one's are done with. Rows too long for both take two launches: MEAN_ONLY sums g · x̂ over whole rows; then, with MEAN_GIVEN, blocks
-// share a row out in TILES, whose columns' dweight fits in registers again. The host reads a row twice from cache and
-// keeps the share of dweight in the row of partials itself.
+// row's as soon as this one's are done with. Rows too long for both take two launches: MEAN_ONLY sums g · x̂ over whole
+// rows; then, with MEAN_GIVEN, blocks share a row out in TILES, whose columns' dweight fits in registers again. The
+// host reads a row twice from cache and keeps the share of dweight in the row of partials itself.
 
 // A pack as it comes from memory; left alone until it is used, so that many are in flight.
 struct Input {
@@ -25,8 +25,7 @@ DEVICE void settle_input(Input& in) {
     if constexpr (DRESIDUAL_OUT != NONE) settle_pack<DRESIDUAL_OUT>(in.dresidual_out);
 }
 constexpr bool SUM_HERE = MEAN_ONLY || (NEED_DX && !MEAN_GIVEN);
-// Of a stashed row the last packs have slots of their own, LASTING in registers; the others pass through the slots behind,
-// BATCH at a time.
+// Packs that have a slot to themselves; behind those of a stashed row BATCH slots through which its other packs pass.
 constexpr int LASTING = STASHED > 0 ? KEPT : BATCH, PASSING = STASHED > 0 ? KEPT : 0, SLOTS = PASSING + BATCH;
 constexpr bool VALUES_KEPT = ROW_IN_REGISTERS && !UNPACK_AGAIN;
 // When dresidual_out comes, if not with the next row: while the row is summed, or where registers are dearer one pack
@@ -84,9 +83,8 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             unpack<COMPUTE>(load<COMPUTE, PACK>(partials, at.col(begin + p), padded), sums[p]);
         }
     };
-    const auto write_sum = [&](real* partials, int p, const wide* sum) LAMBDA {
-        store<COMPUTE, PACK>(partials, at.col(p), padded, packed<COMPUTE>(sum));
-    };
+    const auto write_sum = [&](real* partials, int p, const wide* sum)
+                               LAMBDA { store<COMPUTE, PACK>(partials, at.col(p), padded, packed<COMPUTE>(sum)); };
     const auto write_sums = [&](real* partials, int begin, const wide(*sums)[WIDES]) LAMBDA {
         UNROLL for (int p = 0; p < BATCH; ++p) write_sum(partials, begin + p, sums[p]);
     };
@@ -114,7 +112,8 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     if constexpr (SUMS_IN_SHARED) {
         for (int p = 0; p < PACKS; ++p) write_shared(p, dw[0]);
     }
-    if constexpr (!ROW_IN_REGISTERS && STASHED == 0) {  // the memory's content is no one's: every block starts from zeros of its own
+    if constexpr (!ROW_IN_REGISTERS &&
+                  STASHED == 0) {  // the memory is no one's: each block starts from zeros of its own
         for (int begin = 0; begin < PACKS; begin += BATCH) {
             if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
             if constexpr (NEED_DBIAS) write_sums(dbias_row, begin, db);
@@ -288,6 +287,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             continue;
         }
 
+        // With the pack begin + p, which is in `slot`, now that the row's mean is known.
         const auto finish = [&](int begin, int p, int slot) LAMBDA {
             const int pack = begin + p;
             if constexpr (NEED_DX) load_late_weight(begin, p, slot);

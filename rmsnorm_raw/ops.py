@@ -671,7 +671,7 @@ def _opening(out: Any, names: list[str], named: dict[str, Any], given: dict[str,
         if given[name] is None
     ]
     return [
-        f"    if {' or '.join([f'type(out) is not {type(out).__name__}', f'len(out) != {len(names)}'])}: return",
+        f"    if type(out) is not {type(out).__name__} or len(out) != {len(names)}: return",
         f"    {', '.join(names)} = out",
         *([f"    if {' or '.join(terms)}: return"] if terms else []),
     ]

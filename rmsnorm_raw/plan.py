@@ -412,7 +412,8 @@ def _backward_on_gpu(
     room = _ceil(row_packs, 512) * 512 * pack * real_bytes + 2048 <= traits.shared_bytes
     in_shared = long and sums == 1 and room
     if need_dx and pack >= 4 and not (row_packs <= 2048 or in_shared or (long and not sums) or dbias):
-        stashed = _stashed_backward(row_packs, pack * (SIZES[x] + SIZES[dout]), sums * pack * real_bytes, traits)
+        most = 4 if sums or added else 6
+        stashed = _stashed_backward(row_packs, pack * (SIZES[x] + SIZES[dout]), sums * pack * real_bytes, traits, most)
         if stashed:
             return stashed
     tiles = 1 if row_packs <= 2048 or in_shared or (long and not sums) else _ceil(row_packs, 1024)
@@ -459,16 +460,16 @@ def _backward_on_gpu(
     }
 
 
-def _stashed_backward(row_packs: int, pair_bytes: int, sums_bytes: int, traits: Traits) -> dict | None:
-    """Rows of which the last packs of x and dout stay in registers and the others in shared memory, beside dweight's
-    sums; None where that does not hold them. `pair_bytes` and `sums_bytes` are those of a pack."""
+def _stashed_backward(row_packs: int, pair_bytes: int, sums_bytes: int, traits: Traits, most: int) -> dict | None:
+    """Rows of which the last packs of x and dout, `most` at most, stay in registers and the others in shared memory,
+    beside dweight's sums; None where that does not hold them. `pair_bytes` and `sums_bytes` are those of a pack."""
     # H200, bf16, µs at 512 MB a tensor, in brackets by two launches: 32768 columns 467 (622), with a second gradient
     # 521 (738); frozen 389 (618), at 65536 418 (622). Fewer packs in registers, or fewer at a time, are slower.
     threads, batch = 512, 4  # as many share a row in the first of two launches: the same order of its sum
     packs = _ceil(row_packs, threads)
     room = (traits.shared_bytes - 1024 - packs * threads * sums_bytes) // (threads * pair_bytes)
     stashed = min(packs, room) // batch * batch
-    if stashed <= 0 or packs - stashed > (4 if sums_bytes else 6):
+    if stashed <= 0 or packs - stashed > most:
         return None
     return {
         "threads_per_row": threads,
