@@ -323,8 +323,9 @@ class RMSNorm(torch.autograd.Function):
 # which the callers below take, and whether it is backward or vjp that is defined. The contexts have a place for the
 # node, so that none needs a dictionary.
 _APPLY = super(torch.autograd.Function, RMSNorm).apply  # pyright: ignore[reportAttributeAccessIssue]
-_PARTS = {"apply": RMSNorm.backward, "__slots__": ("node",)}
-RMSNorm._backward_cls = type("RMSNormBackward", (RMSNorm._backward_cls,), _PARTS)
+if hasattr(RMSNorm, "_backward_cls"):
+    _PARTS = {"apply": RMSNorm.backward, "__slots__": ("node",)}
+    RMSNorm._backward_cls = type("RMSNormBackward", (RMSNorm._backward_cls,), _PARTS)
 
 
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype, ticket):

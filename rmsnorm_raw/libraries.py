@@ -169,7 +169,7 @@ class CupyLibrary(Library):
     def guard_text(self, arrays: dict[str, Any], written: Sequence[str], space: dict[str, Any]) -> str:
         terms = []
         for name, obj in arrays.items():
-            contiguous = obj.flags.c_contiguous  # read in a third of the time that strides take
+            contiguous = getattr(obj, "_c_contiguous", False)  # read in a third of the time that strides take
             terms += [_compare(name, obj, ("shape",) if contiguous else ("shape", "strides"), space)]
             terms += [f"{name}._c_contiguous"] if contiguous else []
             space[f"dtype_{name}"] = obj.dtype
@@ -259,8 +259,9 @@ class TorchLibrary(Library):
         if any(obj.requires_grad for obj in arrays.values()):
             space["in_grad_mode"] = torch.is_grad_enabled
             terms += ["in_grad_mode()" if torch.is_grad_enabled() else "not in_grad_mode()"]
-        space["forward_ad"] = torch.autograd.forward_ad  # while it is at work, any tensor may have a tangent
-        terms += ["forward_ad._current_level < 0"]
+        if hasattr(torch.autograd.forward_ad, "_current_level"):  # while it is at work, any tensor may have a tangent
+            space["forward_ad"] = torch.autograd.forward_ad
+            terms += ["forward_ad._current_level < 0"]
         check = _tensor_guard(torch, list(arrays.values()))
         if check is not None:
             space["check"] = check

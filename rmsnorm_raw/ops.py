@@ -723,7 +723,7 @@ def _refuse_gradient(name: str, instead: str, *operands: Any) -> None:
 
 def _refuse_tangent(torch: Any, *operands: Any) -> None:
     forward_ad = torch.autograd.forward_ad
-    if forward_ad._current_level < 0:
+    if getattr(forward_ad, "_current_level", -1) < 0:
         return
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
