@@ -97,10 +97,9 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 def _has_memory(x: Any, a: Any, b: Any, c: Any = None, d: Any = None) -> bool:
     """Whether a call may go to the kernels at once, without torch's dispatcher, which takes 5 µs and more each way.
     Compilers' stand-ins and subclasses with a dispatch of their own may not."""
-    plain = _PLAIN
-    return (
-        type(x) in plain and type(a) in plain and type(b) in plain and type(c) in plain and type(d) in plain
-    ) and not _is_compiling()
+    if _is_compiling():  # first: torch 2.6 cannot read the rest
+        return False
+    return all(type(tensor) in _PLAIN for tensor in (x, a, b, c, d))
 
 
 def _call_forward(x, residual, weight, bias, eps, weight_offset, casting, residual_rounding, out_dtype, residual_dtype):
