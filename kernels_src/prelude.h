@@ -534,7 +534,7 @@ DEVICE void fetch(Pack<D>& to, const element<D>* row, int col, int cols) {
         const element<D>* const from = there ? past(row, col) : row;
         UNROLL for (int i = 0; i < PACK; i += COUNT) {
             copy_later(reinterpret_cast<element<D>*>(&to) + i, from + i, there);
-        };
+        }
     } else {
         to = load<D>(row, col, cols);
     }

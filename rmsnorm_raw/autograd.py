@@ -297,7 +297,7 @@ class _Node:
         self.backward = calls.with_first(prepared.call.recall(written), self.backward)
 
 
-class RMSNorm(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     """Either Function for a forward that was done already. `done` is its node, the outputs and what is saved, in one
     argument so that torch does not take them for operands. This is the way of every step in training: without the
     frames of save_for_backward and set_materialize_grads, which set what is set here."""
@@ -321,10 +321,10 @@ class RMSNorm(torch.autograd.Function):
 # Without what torch does around `apply` in Python, 2 µs each way: the look for functorch's transforms and wrappers,
 # which the callers below take, and whether it is backward or vjp that is defined. The contexts have a place for the
 # node, so that none needs a dictionary.
-_APPLY = super(torch.autograd.Function, RMSNorm).apply  # pyright: ignore[reportAttributeAccessIssue]
-if hasattr(RMSNorm, "_backward_cls"):
-    _PARTS = {"apply": RMSNorm.backward, "__slots__": ("node",)}
-    RMSNorm._backward_cls = type("RMSNormBackward", (RMSNorm._backward_cls,), _PARTS)
+_APPLY = super(torch.autograd.Function, _RMSNorm).apply  # pyright: ignore[reportAttributeAccessIssue]
+if hasattr(_RMSNorm, "_backward_cls"):
+    _PARTS = {"apply": _RMSNorm.backward, "__slots__": ("node",)}
+    _RMSNorm._backward_cls = type("RMSNormBackward", (_RMSNorm._backward_cls,), _PARTS)
 
 
 def rmsnorm(x, weight, eps, bias, weight_offset, casting, out_dtype, ticket):
@@ -370,7 +370,7 @@ def _apply(prepared, weight_offset, ticket, dtypes=None, prenorm=True):
     if dtypes is not None:
         node.apart = tensors["x"].is_leaf and tensors["residual"].is_leaf
         seen = [f"    if {'not ' if node.apart else ''}(x.is_leaf and residual.is_leaf): return"]
-    named = dict(zip(tensors, tensors, strict=True))
+    named = dict(zip(tensors, tensors, strict=True))  # the names in place of tensors: the same tuples, as text
     done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", "{2}", named))
     text = f"apply((node, {done}), {', '.join(tensors)}){first}"
     node.kept = prepared.remember(ticket, text, seen, apply=_APPLY, node=node)

@@ -41,22 +41,13 @@ class Call:
     workspace: Any = None
     share: bool = False  # the first result is also the second
     in_place: Sequence[tuple[str, str]] = ()  # (given, operand) that may lie on one another exactly
-    written_out: Callable[..., tuple[Any, ...]] | None = None  # `runner`, once it was asked for
-
-    def runner(self) -> Callable[..., tuple[Any, ...]]:
-        """A function of the operands' pointers and the caller's arrays, those that are there, without a further look:
-        the results in order, None where not wanted."""
-        if self.written_out is None:
-            parameters = [f"p_{name}" for name in self._operands()] + self._given()
-            space: dict[str, Any] = {}
-            lines = [f"def run({', '.join(parameters)}):", *self._body(space, f"run({', '.join(parameters)})")]
-            self.written_out = _function(lines, space, "run")
-        return self.written_out
 
     def run(self, pointers: dict[str, int]) -> tuple[Any, ...]:
-        """The results in order, None where not wanted."""
-        arrays = self.arrays()
-        return self.runner()(*(pointers[name] for name in self._operands()), *(arrays[name] for name in self._given()))
+        """The results in order, None where not wanted. The same lines as for the next call, without its guards."""
+        arrays, space = self.arrays(), {}
+        parameters = ", ".join([*(f"p_{name}" for name in self._operands()), *self._given()])
+        run = _function([f"def run({parameters}):", *self._body(space, f"run({parameters})")], space, "run")
+        return run(*(pointers[name] for name in self._operands()), *(arrays[name] for name in self._given()))
 
     def recall(self, written: Written) -> Callable[..., Any]:
         """A function with the parameters of `written`: its results, or None for a call unlike this one."""
@@ -236,12 +227,16 @@ class Entry:
     def find(self, *arguments: Any) -> tuple[Any, Ticket | None]:
         """(the results of a call like a recorded one, None), or (None, what the call that follows is recorded with).
         Without the latter only the long way is left."""
-        if _look_for_torch():
-            return None, None
-        for recall in self.latest:
+        for recall in () if is_traced() else self.latest:
             results = recall(*arguments)
             if results is not None:
                 return results, None
+        return self.look_up(*arguments)
+
+    def look_up(self, *arguments: Any) -> tuple[Any, Ticket | None]:
+        """The same for calls that are none of the latest."""
+        if _look_for_torch():
+            return None, None
         try:
             signature = _signature_of_several(arguments)
             known = self.known.get(signature)

@@ -6,6 +6,7 @@ Must not: know how a library stores arrays, how a kernel divides its work, or ho
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -79,7 +80,7 @@ def rmsnorm(
             y = recall(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
             if y is not None:
                 return y
-    y, ticket = _RMSNORM.find(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
+    y, ticket = _RMSNORM.look_up(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
     if y is not None:
         return y
     if _needs_autograd(x, weight, bias):
@@ -132,7 +133,7 @@ def fused_add_rmsnorm(
             )  # fmt: skip
             if results is not None:
                 return results
-    results, ticket = _FUSED_ADD_RMSNORM.find(
+    results, ticket = _FUSED_ADD_RMSNORM.look_up(
         x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding,
         out_dtype, residual_dtype, out, residual_out,
     )  # fmt: skip
@@ -326,9 +327,11 @@ def workspace_bytes(x: Any, weight: Any = None, *, bias: Any = None, need_dweigh
     if door.rows == 0:
         return 0
     sums, most = need_dweight + need_dbias, 0
-    for dresidual_out in (None, door.x.dtype):  # the grid depends on how much a row brings along
+    # How a row is held, and so the grid, depends on how much it brings along.
+    douts = ("float64",) if door.x.dtype == "float64" else ("float16", "float32")
+    for dout, dresidual_out in itertools.product(douts, (None, door.x.dtype)):
         backward = planning.plan_backward(
-            door.rows, door.cols, _traits(door), x=door.x.dtype, dout=door.x.dtype, dx=door.x.dtype,
+            door.rows, door.cols, _traits(door), x=door.x.dtype, dout=dout, dx=door.x.dtype,
             dresidual_out=dresidual_out, weight=weight_rows.dtype or None, heads=door.heads,
             need_dweight=need_dweight, need_dbias=need_dbias,
         )  # fmt: skip

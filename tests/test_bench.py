@@ -56,7 +56,7 @@ def test_every_operation_on_the_host(tmp_path, capsys):
 
 
 def test_plot(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert cli.main([*TINY, "--op", "fwd,bwd", "--against", "none", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,7 +70,7 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
 
 
 def test_against_torch_on_the_host(tmp_path, capsys):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     operations = ",".join(bench.OPERATIONS)
     assert (
         cli.main([*TINY, "--dtype", "float16", "--op", operations, "--against", "torch", "--out", str(tmp_path)]) == 0
@@ -208,7 +208,7 @@ def test_absent_peers_are_named(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
 def test_a_failing_peer_is_told_and_passed_over(capsys, monkeypatch, tmp_path, fault):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
 
     def peer(op, operands):
         if fault == "raises" and operands["x"].shape == (5, 96):

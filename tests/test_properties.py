@@ -410,6 +410,29 @@ def test_workspace_bytes_is_enough_for_every_option(card, case, rows):
             backward(*operands, **options)
 
 
+@pytest.mark.parametrize("shared", [0, 99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_workspace_bytes_is_enough_for_long_rows(kind, shared):
+    """How a long row is held depends on dout's dtype, too."""
+    traits = Traits("nvidia", "sm_90", wave=32, units=132, shared_bytes=shared)
+    kinds, rows = ("float64",) if kind == "float64" else ("float16", "float32"), 300
+    calls.forget()
+    with (
+        patch.object(ops, "_traits", lambda door: traits),
+        patch.object(ops, "_checked", side_effect=Accepted),
+    ):
+        for cols in (16384, 20480, 24576, 32768, 40960, 49152, 57344, 65536, 73728, 131072):
+            row = np.ones((1, cols), DTYPES[kind])
+            x, weight, rstd = np.broadcast_to(row, (rows, cols)), row[0], np.ones(rows, DTYPES[real_of(kind)])
+            for need_dweight, bias in ((True, None), (True, weight), (False, None)):
+                workspace = aligned(rr.workspace_bytes(x, weight, bias=bias, need_dweight=need_dweight))
+                options = {"need_dweight": need_dweight, "bias": bias, "workspace": workspace}
+                for dout in (np.broadcast_to(np.ones((1, cols), DTYPES[other]), (rows, cols)) for other in kinds):
+                    for need_dx, added in ((True, None), (True, x), (False, None)):
+                        with pytest.raises(Accepted):
+                            rr.fused_add_rmsnorm_bwd(x, weight, dout, rstd, added, need_dx=need_dx, **options)
+
+
 # ------------------------------------------------------------------------------------------------ layouts
 
 

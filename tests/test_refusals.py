@@ -705,7 +705,6 @@ def _torch_dtype(name):
 
 @_cases(_differentiable())
 def test_refused_where_autograd_stands_between(on_torch, call, error, pattern):
-    pytest.importorskip("rmsnorm_raw.autograd", reason="there is no autograd yet")
     needs_gradient(on_torch, "x")
     on_torch.y = on_torch.total = None
     refuse(on_torch, call, error, pattern)
@@ -714,7 +713,6 @@ def test_refused_where_autograd_stands_between(on_torch, call, error, pattern):
 @pytest.mark.parametrize("step", ["fwd", "fused"])
 @pytest.mark.parametrize("constant", [True, False], ids=["constant-dout", "dout-in-the-graph"])
 def test_a_second_derivative_raises(torch, on_torch, step, constant):
-    pytest.importorskip("rmsnorm_raw.autograd", reason="there is no autograd yet")
     needs_gradient(on_torch, "x", "weight")
     outputs = {"out": None} if step == "fwd" else {"out": None, "residual_out": None, "prenorm": False}
     y = STEPS[step](on_torch, bias=None, **outputs)

@@ -95,7 +95,7 @@ def test_a_thread_that_has_not_used_the_device(library, known):
     """The driver knows no current device there; the arrays' libraries take memory that they have, and ask nobody."""
     calls.forget()
     x, weight, out = (random(shape, "float32", 1) for shape in ((5, 96), (96,), (5, 96)))
-    put = pytest.importorskip("cupy").asarray
+    put = pytest.importorskip("cupy", reason="CuPy is not installed").asarray
     if library == "torch":
         torch = pytest.importorskip("torch", reason="torch is not installed")
         put = lambda array: torch.from_numpy(array).cuda()  # noqa: E731
