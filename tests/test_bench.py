@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -287,6 +288,53 @@ def test_overhead_leaves_out_what_fails():
     assert absent == {"bad": "RuntimeError: no such kernel"}
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system where a process chooses its cores")
+def test_one_core_is_of_all_threads_and_for_a_while():
+    def cores():
+        return {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+    absent, release, threads = {}, threading.Event(), []
+
+    def another():
+        threads.append(threading.Thread(target=release.wait))
+        threads[-1].start()
+
+    another()
+    try:
+        before = cores()
+        with overhead._one_core(absent) as pinned:
+            assert pinned
+            another()
+            inside = cores()
+            assert len(set.union(*inside.values())) == 1
+            assert len(inside) == len(before) + 1
+        after = cores()
+    finally:
+        release.set()
+        for thread in threads:
+            thread.join()
+    assert absent == {}
+    assert {thread: after[thread] for thread in before} == before
+    assert set(map(frozenset, after.values())) == set(map(frozenset, before.values()))
+
+
+def test_without_a_choice_of_cores_the_rest_is_measured(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+    absent = {}
+    with overhead._one_core(absent) as pinned:
+        assert not pinned
+    assert "does not let" in absent["one core"]
+
+
+def test_calls_on_one_core_are_compared_with_each_other():
+    calls = overhead._renamed({"a": overhead.Call(int, ("b",), 0.8), "b": overhead.Call(int)}, ", one core")
+    entries = {entry.name: entry for entry in overhead._time(calls, lambda: None, {})}
+    assert set(entries) == {"a, one core", "b, one core"}
+    assert entries["a, one core"].against == ("b, one core",)
+    assert entries["a, one core"].ratio is not None
+    assert entries["a, one core"].target == 0.8
+
+
 @pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_a_fresh_process_is_soon_ready(on_gpu):
     """Three times what is wanted, since tests share the machine: an import of torch alone would take longer."""
@@ -319,3 +367,5 @@ def test_overhead_on_a_gpu(capsys):
     assert cli.main(["bench", "--host"]) == 0
     printed = capsys.readouterr().out
     assert "RawKernel launch + cupy.empty" in printed
+    if "F.rms_norm, f+b" in printed:
+        assert "fused_add_rmsnorm(torch), f+b, one core" in printed

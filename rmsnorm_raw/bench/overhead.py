@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Call:
     run: Callable[[], Any]
     against: tuple[str, ...] = ()
     target: float | None = None
+    hops: bool = False  # to autograd's thread and back
 
 
 def measure() -> tuple[list[Entry], dict[str, str]]:
@@ -84,7 +86,12 @@ def measure() -> tuple[list[Entry], dict[str, str]]:
         _add_numpy(calls)
         if torch is not None:
             _add_torch(calls, torch, "cpu", ", CPU")
-    return _time(calls, wait, absent) + _start(on_gpu, absent), absent
+    entries = _time(calls, wait, absent)
+    hopping = {name: call for name, call in calls.items() if call.hops and name not in absent}
+    if hopping:
+        with _one_core(absent) as pinned:
+            entries += _time(_renamed(hopping, ", one core"), wait, absent) if pinned else []
+    return entries + _start(on_gpu, absent), absent
 
 
 def _nothing() -> None:
@@ -142,12 +149,13 @@ def _add_torch(calls: dict[str, Call], torch: Any, device: str, where: str) -> N
     calls[f"rmsnorm(torch{where})"] = Call(lambda: ops.rmsnorm(x, weight, EPS), (bare,), 1.0)
     calls[f"rmsnorm(torch{where}, out=)"] = Call(lambda: ops.rmsnorm(x, weight, EPS, out=out), (bare,))
     calls[bare] = Call(lambda: rms_norm(x, weight))
-    calls[f"rmsnorm(torch{where}), f+b"] = Call(_training(ops.rmsnorm, one, (dout,)), (step,), 1.0)
-    calls[step] = Call(_training(rms_norm, one, (dout,)))
+    hops = device != "cpu"
+    calls[f"rmsnorm(torch{where}), f+b"] = Call(_training(ops.rmsnorm, one, (dout,)), (step,), 1.0, hops)
+    calls[step] = Call(_training(rms_norm, one, (dout,)), hops=hops)
     calls[f"fused_add_rmsnorm(torch{where}), f+b"] = Call(
-        _training(ops.fused_add_rmsnorm, fused, both), (fused_step,), 0.8
+        _training(ops.fused_add_rmsnorm, fused, both), (fused_step,), 0.8, hops
     )
-    calls[fused_step] = Call(_training(add_rms_norm, fused, both))
+    calls[fused_step] = Call(_training(add_rms_norm, fused, both), hops=hops)
 
 
 def _add_liger(calls: dict[str, Call], torch: Any) -> None:
@@ -157,9 +165,9 @@ def _add_liger(calls: dict[str, Call], torch: Any) -> None:
     x, residual, dout, weight = _operands(torch, "cuda")
     norm, fused = LigerRMSNormFunction.apply, LigerFusedAddRMSNormFunction.apply
     calls["liger"] = Call(lambda: norm(x, weight, EPS))
-    calls["liger, f+b"] = Call(_training(lambda x, w: norm(x, w, EPS), (x, weight), (dout,)))
+    calls["liger, f+b"] = Call(_training(lambda x, w: norm(x, w, EPS), (x, weight), (dout,)), hops=True)
     calls["liger fused add, f+b"] = Call(
-        _training(lambda x, r, w: fused(x, r, w, EPS), (x, residual, weight), (dout.clone(), residual))
+        _training(lambda x, r, w: fused(x, r, w, EPS), (x, residual, weight), (dout.clone(), residual)), hops=True
     )
 
 
@@ -169,12 +177,12 @@ def _add_quack(calls: dict[str, Call], torch: Any) -> None:
     x, residual, dout, weight = _operands(torch, "cuda")
     calls["quack rmsnorm_fwd"] = Call(lambda: rmsnorm_fwd(x, weight, eps=EPS))
     calls["quack"] = Call(lambda: rmsnorm(x, weight, eps=EPS))
-    calls["quack, f+b"] = Call(_training(lambda x, w: rmsnorm(x, w, eps=EPS), (x, weight), (dout,)))
+    calls["quack, f+b"] = Call(_training(lambda x, w: rmsnorm(x, w, eps=EPS), (x, weight), (dout,)), hops=True)
 
     def fused(x: Any, residual: Any, weight: Any) -> Any:
         return rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
-    calls["quack fused add, f+b"] = Call(_training(fused, (x, residual, weight), (dout, residual)))
+    calls["quack fused add, f+b"] = Call(_training(fused, (x, residual, weight), (dout, residual)), hops=True)
 
 
 def _add_cupy(calls: dict[str, Call], cupy: Any) -> None:
@@ -229,6 +237,37 @@ def _time(calls: dict[str, Call], wait: Callable[[], Any], absent: dict[str, str
             gc.enable()
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     return [_entry(name, medians, calls[name]) for name in medians]
+
+
+def _renamed(calls: dict[str, Call], suffix: str) -> dict[str, Call]:
+    return {
+        name + suffix: replace(call, against=tuple(other + suffix for other in call.against))
+        for name, call in calls.items()
+    }
+
+
+@contextmanager
+def _one_core(absent: dict[str, str]) -> Iterator[bool]:
+    """All threads of the process on one core, and whether that worked. There a hop between two threads costs what it
+    costs the system; across cores, whatever waking the other one takes at the time."""
+    if not hasattr(os, "sched_setaffinity"):
+        absent["one core"] = "this system does not let a process choose its cores"
+        yield False
+        return
+    core = {max(os.sched_getaffinity(0))}
+    before = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+    try:
+        _set_affinity(dict.fromkeys(before, core))
+        yield True
+    finally:
+        later = {int(thread) for thread in os.listdir("/proc/self/task")} - set(before)
+        _set_affinity({**before, **dict.fromkeys(later, before[os.getpid()])})
+
+
+def _set_affinity(cores: dict[int, set[int]]) -> None:
+    for thread, allowed in cores.items():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, allowed)
 
 
 def _batch_size(name: str, call: Call, wait: Callable[[], Any], absent: dict[str, str]) -> int:
