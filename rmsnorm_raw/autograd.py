@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from . import calls, ops
+from .libraries import Device, Library, contiguous_strides
 
 _LIBRARY = torch.library.Library("rmsnorm_raw", "FRAGMENT")
 
@@ -262,17 +263,20 @@ class _Node:
     backward: tuple[Callable[..., tuple[Any, ...] | None], ...] = ()  # as recorded
     kept: bool = False  # with a recorded forward: it will meet other backwards
 
-    def outputs(self, y: Any, total: Any, rstd: Any, tensors: dict[str, Any]) -> tuple[Any, Any]:
-        """What the Function returns, and what it saves: what was normed, weight and bias, rstd. Of texts too."""
+    def outputs(self, y: Any, total: Any, tensors: dict[str, Any]) -> tuple[Any, Any]:
+        """What the Function returns, and what it saves: what was normed, weight and bias. Of texts too."""
         scale = [tensors[name] for name in self.operands if name in ("weight", "bias")]
-        return (y, (tensors["x"], *scale, rstd)) if self.dtypes is None else ((y, total), (total, *scale, rstd))
+        return (y, (tensors["x"], *scale)) if self.dtypes is None else ((y, total), (total, *scale))
 
-    def gradients(self, saved: tuple[Any, ...], needs: tuple[bool, ...], douts: tuple[Any, ...]) -> tuple[Any, ...]:
+    def gradients(
+        self, saved: tuple[Any, ...], rstd: _Rstd, needs: tuple[bool, ...], douts: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
         """The long way; `needs` is torch's needs_input_grad, the first of which is not an operand's."""
-        needed, (normed, *scale, rstd) = dict(zip(self.operands, needs[1:], strict=True)), saved
+        needed, (normed, *scale) = dict(zip(self.operands, needs[1:], strict=True)), saved
         kept = dict(zip([name for name in self.operands if name in ("weight", "bias")], scale, strict=True))
         gradients = _gradients(
-            (normed, kept.get("weight"), kept.get("bias"), rstd), self.weight_offset, self.dtypes, douts,
+            (normed, kept.get("weight"), kept.get("bias"), _tensor_at(rstd, tuple(normed.shape[:-1]))),
+            self.weight_offset, self.dtypes, douts,
             [needed.get(name, False) for name in _OPERANDS], partial(self.remember, needs), self.apart,
         )  # fmt: skip
         return None, *(gradients[_OPERANDS.index(name)] for name in self.operands)
@@ -281,9 +285,9 @@ class _Node:
         """Keeps a backward for the next one, as the forward is kept."""
         if not self.kept or _is_grad_enabled() or not prepared.door.can_be_remembered():
             return
-        normed, _, dout, rstd, added, _ = prepared.call.operands
-        saved = [normed, *(name for name in self.operands if name in ("weight", "bias")), rstd]
-        opening = ["    if needs != NEEDS: return", f"    {', '.join(saved)} = saved"]
+        normed, _, dout, _, added, _ = prepared.call.operands
+        saved = [normed, *(name for name in self.operands if name in ("weight", "bias"))]
+        opening = ["    if needs != NEEDS: return", f"    {', '.join(saved)}, = saved"]
         if self.dtypes is None:
             opening += [f"    {dout}, = douts"]
         else:
@@ -292,9 +296,62 @@ class _Node:
         needed = zip(self.operands, needs[1:], strict=True)
         results = [f"{{{_OPERANDS.index(name)}}}" if need else "None" for name, need in needed]
         written = calls.Written(
-            ("saved", "needs", "douts"), opening, ", ".join(["None", *results]), space={"NEEDS": needs}
+            ("saved", "p_rstd", "needs", "douts"), opening, ", ".join(["None", *results]), space={"NEEDS": needs}
         )
         self.backward = calls.with_first(prepared.call.recall(written), self.backward)
+
+
+# A rstd that a graph keeps: its address, the tensor that it lies in, and the list that its place returns to at the
+# graph's end. It never leaves the graph, and so needs nothing of what torch does for a tensor that is saved.
+_Rstd = tuple[int, torch.Tensor, "list[_Rstd] | None"]
+
+
+def _tensor_at(rstd: _Rstd, shape: tuple[int, ...]) -> torch.Tensor:
+    pointer, tensor, _ = rstd
+    return tensor.as_strided(shape, contiguous_strides(shape), (pointer - tensor.data_ptr()) // tensor.element_size())
+
+
+class _Places:
+    """Places for rstds of few rows: a tensor for each takes longer to make, save and free than many a kernel runs.
+
+    Each stream has its own, so that who gets a place comes after who had it. What a stream captures gets none: a
+    graph of the device's keeps its addresses after the call.
+    """
+
+    COUNT, BYTES, STREAMS = 64, 1024, 16  # places made at once, the most of one, and the streams that have any
+
+    def __init__(self, make: Callable[[], torch.Tensor], size: int):
+        self.make, self.size = make, size
+        self.free: dict[int, list[_Rstd]] = {}  # by stream
+
+    def more(self, stream: int) -> _Rstd:
+        """A place for a stream where none is free."""
+        if len(self.free) >= self.STREAMS:
+            self.free.pop(next(iter(self.free))).clear()
+        tensor, free = self.make(), self.free.setdefault(stream, [])
+        start = tensor.data_ptr()
+        free += [(start + i * self.size, tensor, free) for i in range(self.COUNT)]
+        return free.pop()
+
+
+@lru_cache(maxsize=256)
+def _places(library: Library, device: Device, dtype: str, size: int) -> _Places:
+    return _Places(library.maker((_Places.COUNT * size // ops.SIZE[dtype],), dtype, device), size)
+
+
+def _placed(prepared: ops._Prepared) -> dict[str, Any]:
+    """How a recalled call gets its rstd from a place, as of `calls.Written`; nothing where it has a tensor."""
+    call, dtype = prepared.call, ops._real(prepared.door.x.dtype)
+    size = max(16, prepared.door.rows * ops.SIZE[dtype])
+    if size > _Places.BYTES or not hasattr(_RMSNorm, "_backward_cls"):
+        return {}
+    places = _places(call.library, call.device, dtype, 1 << (size - 1).bit_length())
+    lines = ["    try: r2 = free[here].pop()", "    except LookupError: r2 = more(here)", "    q2 = r2[0]"]
+    space: dict[str, Any] = {"free": places.free, "more": places.more}
+    if call.device.kind == "gpu":  # the default stream cannot be captured
+        space["captured"] = torch.cuda.is_current_stream_capturing
+        lines = ["    if here and captured(): return", *lines]
+    return {"made": {2: lines}, "space": space}
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -304,7 +361,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, done, *operands):
-        ctx.node, outputs, ctx.to_save = done
+        ctx.node, ctx.rstd, outputs, ctx.to_save = done
         ctx.materialize_grads = False
         return outputs
 
@@ -312,18 +369,27 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, *douts):
         node, saved, needs = ctx.node, ctx.saved_tensors, ctx.needs_input_grad
         for recall in () if calls.is_traced() else node.backward:
-            gradients = recall(saved, needs, douts)
+            gradients = recall(saved, ctx.rstd[0], needs, douts)
             if gradients is not None:
                 return gradients
-        return node.gradients(saved, needs, douts)
+        return node.gradients(saved, ctx.rstd, needs, douts)
 
 
 # Without what torch does around `apply` in Python, 2 µs each way: the look for functorch's transforms and wrappers,
-# which the callers below take, and whether it is backward or vjp that is defined. The contexts have a place for the
-# node, so that none needs a dictionary.
+# which the callers below take, and whether it is backward or vjp that is defined. The contexts have places for the
+# node and rstd, so that none needs a dictionary.
 _APPLY = super(torch.autograd.Function, _RMSNorm).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _give_back(ctx: Any) -> None:
+    """The place of a graph's rstd, at the graph's end."""
+    rstd = getattr(ctx, "rstd", None)
+    if rstd is not None and rstd[2] is not None:
+        rstd[2].append(rstd)
+
+
 if hasattr(_RMSNorm, "_backward_cls"):
-    _PARTS = {"apply": _RMSNorm.backward, "__slots__": ("node",)}
+    _PARTS = {"apply": _RMSNorm.backward, "__slots__": ("node", "rstd"), "__del__": _give_back}
     _RMSNorm._backward_cls = type("RMSNormBackward", (_RMSNorm._backward_cls,), _PARTS)
 
 
@@ -371,11 +437,13 @@ def _apply(prepared, weight_offset, ticket, dtypes=None, prenorm=True):
         node.apart = tensors["x"].is_leaf and tensors["residual"].is_leaf
         seen = [f"    if {'not ' if node.apart else ''}(x.is_leaf and residual.is_leaf): return"]
     named = dict(zip(tensors, tensors, strict=True))  # the names in place of tensors: the same tuples, as text
-    done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", "{2}", named))
-    text = f"apply((node, {done}), {', '.join(tensors)}){first}"
-    node.kept = prepared.remember(ticket, text, seen, apply=_APPLY, node=node)
+    done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", named))
+    written = _placed(prepared)
+    text = f"apply((node, {'{2}' if written else '(q2, {2}, None)'}, {done}), {', '.join(tensors)}){first}"
+    space = {**written.get("space", {}), "apply": _APPLY, "node": node}
+    node.kept = prepared.remember(ticket, text, seen=seen, made=written.get("made", {}), space=space)
     y, total, rstd = prepared.run()
-    results = _APPLY((node, *node.outputs(y, total, rstd, tensors)), *tensors.values())
+    results = _APPLY((node, (rstd.data_ptr(), rstd, None), *node.outputs(y, total, tensors)), *tensors.values())
     return results if prenorm else results[0]
 
 

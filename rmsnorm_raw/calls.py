@@ -54,8 +54,8 @@ class Call:
         space = dict(written.space)
         parameters = ", ".join(written.parameters)
         lines = [
-            f"def recall({parameters}):", *written.opening, *self._conditions(space), *written.seen,
-            *self._body(space, f"recall({parameters})", written.results),
+            f"def recall({parameters}):", *written.opening, *self._conditions(space, written), *written.seen,
+            *self._body(space, f"recall({parameters})", written),
         ]  # fmt: skip
         return _function(lines, space, "recall")
 
@@ -71,19 +71,23 @@ class Call:
         named = {**self.operands, **self.given, "workspace": self.workspace}
         return {name: obj for name, obj in named.items() if obj is not None}
 
-    def _body(self, space: dict[str, Any], again: str, results: str = "") -> list[str]:
-        """Allocate, launch, return. `again`: the call of the function itself. `results`: what it returns, {0} the first
-        result; without it a tuple of all. Pointers of the operands are in variables, for a recall those of the given
-        arrays too. Numbers go to `space`, so that calls of one kind share one text."""
-        recalled, lines, texts = bool(results), [], []
+    def _body(self, space: dict[str, Any], again: str, written: Written | None = None) -> list[str]:
+        """Allocate, launch, return, for a recall as `written` says. `again`: the call of the function itself. Pointers
+        of the operands are in variables, for a recall those of the given arrays too. Numbers go to `space`, so that
+        calls of one kind share one text."""
+        recalled, lines, texts = written is not None, [], []
         values: dict[str, Any] = {f"p_{name}": 0 for name, obj in self.operands.items() if obj is None}
         if self.place is not None:
             space["current"], space["switch"], space["index"] = *self.place, self.device.index
             lines += ["    if current() != index:", f"        with switch(index): return {again}"]
+        if self.steps:
+            lines += [f"    here = {self.library.stream_text(self.device, space)}"]
         for i, (make, (name, obj)) in enumerate(zip(self.makers, self.given.items(), strict=True)):
             texts.append("None" if make is None else f"r{i}" if obj is None else name)
             if make is None:
                 values[f"q{i}"] = 0
+            elif written is not None and i in written.made:
+                lines += written.made[i]
             elif obj is None:
                 lines += [f"    r{i} = {_called(make, f'make{i}', space)}"]
                 lines += [f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
@@ -101,8 +105,6 @@ class Call:
             values["start"] = "p_workspace"
         else:
             lines += [f"    start = {known_library_of(self.workspace).pointer_text('workspace')}"]
-        if self.steps:
-            lines += [f"    here = {self.library.stream_text(self.device, space)}"]
         for number, (launch, arguments) in enumerate(self.steps):
             lines += launch.lines([_argument(argument, values, space) for argument in arguments], space, number)
         for name in self._given():
@@ -112,11 +114,12 @@ class Call:
                 lines += [f"    written_{name}({name})"]
         if self.share:
             texts[1] = texts[0]
-        return [*lines, f"    return {results.format(*texts) if recalled else ', '.join(texts)}"]
+        return [*lines, f"    return {', '.join(texts) if written is None else written.results.format(*texts)}"]
 
-    def _conditions(self, space: dict[str, Any]) -> list[str]:
+    def _conditions(self, space: dict[str, Any], recalled: Written) -> list[str]:
         """What makes another call one like this: its arrays' properties, their alignment, and what lies on what."""
-        arrays, written, lines = self.arrays(), self._given(), []
+        arrays = {name: obj for name, obj in self.arrays().items() if f"p_{name}" not in recalled.parameters}
+        written, lines = self._given(), []
         pointers = {name: known_library_of(obj).pointer(obj) for name, obj in arrays.items()}
         for library in dict.fromkeys(known_library_of(obj) for obj in arrays.values()):
             own = {name: obj for name, obj in arrays.items() if known_library_of(obj) is library}
@@ -148,10 +151,11 @@ class Call:
 class Written:
     """How a recalled call is asked for and what it gives back."""
 
-    parameters: Sequence[str]
+    parameters: Sequence[str]  # p_x for an operand x of which only the pointer comes, known to be right
     opening: Sequence[str]  # lines that look at what is no array, and take tuples of arrays apart
-    results: str  # as of `Call._body`
+    results: str  # what is returned, {0} the first result
     seen: Sequence[str] = ()  # lines that look further at arrays, once their properties are known to be the same
+    made: dict[int, Sequence[str]] = field(default_factory=dict)  # lines that make a result r… and its pointer q…
     space: dict[str, Any] = field(default_factory=dict)
 
 
@@ -275,11 +279,8 @@ class Ticket:
     signature: tuple
     arguments: tuple[Any, ...]
 
-    def remember(
-        self, call: Call, results: str, opening: Sequence[str] = (), seen: Sequence[str] = (), **space: Any
-    ) -> bool:
-        """Whether the call is kept. `results`, `seen` and `space` as of `Written`; `opening` only what the plain
-        arguments do not say."""
+    def remember(self, call: Call, results: str, opening: Sequence[str] = (), **written: Any) -> bool:
+        """Whether the call is kept. `opening`: only what the plain arguments do not say; the others are `Written`'s."""
         if not self.entry.meets_again(self.signature):
             return False
         arrays = call.arrays()
@@ -287,10 +288,11 @@ class Ticket:
         plain = {name: value for name, value in named if name not in arrays and not isinstance(value, (tuple, list))}
         if any(_SIGNATURES[type(value)] is not _signature_of_value for value in plain.values()):
             return False  # such as an eps in an array, which may change
+        space = written.pop("space", {})
         terms = [_same_value(name, value, space) for name, value in plain.items()]
         lines = [f"    if not ({' and '.join(terms)}): return", *opening]
-        written = Written(self.entry.parameters, lines, results, seen, space)
-        self.entry.keep(self.signature, call.recall(written))
+        recalled = Written(self.entry.parameters, lines, results, space=space, **written)
+        self.entry.keep(self.signature, call.recall(recalled))
         return True
 
 

@@ -85,6 +85,44 @@ def test_autograd_in_a_graph(torch):
         assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, replayed, strict=True))
 
 
+def test_what_is_captured_has_an_rstd_of_its_own(torch):
+    """On a stream where calls before and between the replays share one tensor for theirs."""
+    x, _, dout, weight = (torch.from_numpy(v).cuda() for v in values(1))
+    x, dout = (tensor[:8].contiguous() for tensor in (x, dout))
+    x.requires_grad_()
+    weight.requires_grad_()
+    side = torch.cuda.Stream()
+
+    def step(x, dout):
+        y = rr.rmsnorm(x, weight)
+        rstd = y.grad_fn.rstd
+        return rstd, torch.autograd.grad(y, (x, weight), dout)
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            (address, _, free), _ = step(x, dout)
+    assert free is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        rstd, captured = step(x, dout)
+    assert rstd[2] is None
+    assert rstd[0] != address
+    for seed in (7, 11):
+        with torch.no_grad(), torch.cuda.stream(side):
+            for tensor, new in zip((x, dout, weight), (values(seed)[i] for i in (0, 2, 3)), strict=True):
+                tensor.copy_(torch.from_numpy(new[: len(tensor)] if tensor.ndim == 2 else new))
+        other = torch.full_like(x, 1e3).requires_grad_()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            alive = [rr.rmsnorm(other, weight) for _ in range(100)]
+            graph.replay()
+            expected = step(x, dout)[1]
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+        del alive
+
+
 class Allocations:
     """Counts a block's allocations from CuPy's pool."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import rmsnorm_raw as rr
 from rmsnorm_raw import calls, ops, reference
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+autograd = importlib.import_module("rmsnorm_raw.autograd")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -182,6 +185,111 @@ def test_the_second_derivative_is_refused_even_beside_another_term(device):
             torch.autograd.grad(gradient.sum() + (x**3).sum(), x)
 
 
+def test_graphs_that_live_at_once_have_rstds_of_their_own(device):
+    """Also one that is walked through twice, with other graphs begun and ended in between."""
+    weight = leaf(32, device=device, seed=999)
+
+    def begin(k):
+        x = (leaf(6, 32, device=device, seed=k, grad=False) * (1 + k)).requires_grad_()
+        return x, rr.rmsnorm(x, weight, 1e-6)
+
+    def check(x, y):
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        ones = np.ones((6, 32), np.float32)
+        expected = reference.backward(x.detach().cpu().numpy(), weight.detach().cpu().numpy(), ones, eps=1e-6)
+        assert_rows_close(gradient.cpu().numpy(), expected.dx, "float32", "dx")
+
+    for _ in range(3):  # until the call is known
+        begin(0)
+    graphs = [begin(k) for k in range(150)]
+    addresses = {y.grad_fn.rstd[0] for _, y in graphs}
+    assert len(addresses) == 150
+    for graph in [*graphs[::3], *graphs[::-2]]:
+        check(*graph)
+        check(*begin(200))
+    del graphs, graph
+    gc.collect()
+    again = [begin(k) for k in range(150)]
+    assert {y.grad_fn.rstd[0] for _, y in again} <= addresses | {y.grad_fn.rstd[0] for _, y in [begin(0)]}
+
+
+@pytest.mark.parametrize(("rows", "placed"), [(6, True), (256, True), (257, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rstds_of_few_rows_share_a_tensor(device, rows, placed, dtype):
+    rows = rows if dtype == torch.float32 else -(-rows // 2)
+    x, weight = leaf(rows, 32, device=device, dtype=dtype), leaf(32, device=device, dtype=dtype, seed=1)
+    for _ in range(3):
+        y = rr.rmsnorm(x, weight, 1e-6)
+    address, tensor, free = y.grad_fn.rstd
+    assert (free is not None) == placed
+    assert tensor.dtype == dtype
+    last = address + rows * tensor.element_size()
+    assert tensor.data_ptr() <= address < last <= tensor.data_ptr() + tensor.nbytes
+    expected = reference.forward(x.detach().cpu().numpy(), None, 1e-6).rstd
+    rstd = autograd._tensor_at(y.grad_fn.rstd, (rows,))
+    np.testing.assert_allclose(rstd.cpu().numpy(), expected, rtol=1e-5)
+
+
+def test_places_are_kept_for_so_many_streams():
+    places = autograd._Places(lambda: torch.empty(64 * 16), 64)
+    taken = [places.more(stream) for stream in range(40)]
+    assert len(places.free) == places.STREAMS
+    assert list(places.free) == list(range(40 - places.STREAMS, 40))
+    assert len({address for address, *_ in taken}) == 40
+    address, tensor, free = taken[-1]
+    assert free is places.free[39]
+    assert len(free) == places.COUNT - 1
+    assert {(other - tensor.data_ptr()) % 64 for other, *_ in free} == {0}
+    assert max(other for other, *_ in free) + 64 <= tensor.data_ptr() + tensor.nbytes
+    assert address not in {other for other, *_ in free}
+
+
+def test_a_call_that_fails_half_way_leaves_nothing_behind(device, monkeypatch):
+    """Saving is where hooks of others may raise, as in a checkpoint that has recomputed enough."""
+    unraised = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    x, weight = leaf(6, 32, device=device), leaf(32, device=device, seed=1)
+    for _ in range(3):
+        address, *_ = rr.rmsnorm(x, weight, 1e-6).grad_fn.rstd
+
+    def refuse(tensor):
+        raise KeyError("enough")
+
+    with torch.autograd.graph.saved_tensors_hooks(refuse, lambda packed: packed), pytest.raises(KeyError):
+        rr.rmsnorm(x, weight, 1e-6)
+    autograd._RMSNorm._backward_cls()  # one without a rstd
+    assert unraised == []
+    assert rr.rmsnorm(x, weight, 1e-6).grad_fn.rstd[0] == address
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offloaded"])
+def test_layers_that_keep_less_have_the_same_gradients(device, way):
+    """Checkpoints run a forward again inside the backward; offloading hands the backward other tensors."""
+    weights = [leaf(32, device=device, seed=i) for i in (1, 2)]
+
+    def layer(x, weight):
+        y, total = rr.fused_add_rmsnorm(torch.tanh(x), x, weight, 1e-6)
+        return rr.rmsnorm(torch.sigmoid(y), weight, 1e-6) + total
+
+    def run(layer):
+        leaves = [leaf(6, 32, device=device), *(weight.detach().requires_grad_() for weight in weights)]
+        y = leaves[0]
+        for weight in leaves[1:]:
+            y = layer(y, weight)
+        y.square().sum().backward()
+        return [tensor.grad for tensor in leaves]
+
+    def kept_less(x, weight):
+        if way == "offloaded":
+            with torch.autograd.graph.save_on_cpu():
+                return layer(x, weight)
+        checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+        return checkpoint(layer, x, weight, use_reentrant=way == "reentrant")
+
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(run(kept_less), run(layer), strict=True))
+
+
 def test_autocast_changes_nothing(device):
     x, weight = leaf(4, 32, device=device, grad=False), leaf(32, device=device, dtype=torch.bfloat16, seed=1)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -255,7 +363,6 @@ def test_compiles_without_a_graph_break(device, grad):
 
 @pytest.mark.parametrize("weight", [True, False])
 def test_operators_are_sound(device, weight):
-    importlib.import_module("rmsnorm_raw.autograd")  # which registers them
     x, w = leaf(5, 16, device=device, grad=False), leaf(16, device=device, grad=False) if weight else None
     rstd = torch.ones(5, device=device)
     torch.library.opcheck(
