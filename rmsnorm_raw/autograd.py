@@ -6,6 +6,7 @@ Must not: check operands or touch memory; the operators call the same steps as e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from . import calls, ops
-from .libraries import Device, Library, contiguous_strides
+from .libraries import Device, Library
 
 _LIBRARY = torch.library.Library("rmsnorm_raw", "FRAGMENT")
 
@@ -274,8 +275,9 @@ class _Node:
         """The long way; `needs` is torch's needs_input_grad, the first of which is not an operand's."""
         needed, (normed, *scale) = dict(zip(self.operands, needs[1:], strict=True)), saved
         kept = dict(zip([name for name in self.operands if name in ("weight", "bias")], scale, strict=True))
+        shape = normed.shape[:-1]
         gradients = _gradients(
-            (normed, kept.get("weight"), kept.get("bias"), _tensor_at(rstd, tuple(normed.shape[:-1]))),
+            (normed, kept.get("weight"), kept.get("bias"), rstd[1].view(-1)[: math.prod(shape)].view(shape)),
             self.weight_offset, self.dtypes, douts,
             [needed.get(name, False) for name in _OPERANDS], partial(self.remember, needs), self.apart,
         )  # fmt: skip
@@ -301,42 +303,43 @@ class _Node:
         self.backward = calls.with_first(prepared.call.recall(written), self.backward)
 
 
-# A rstd that a graph keeps: its address, the tensor that it lies in, and the list that its place returns to at the
-# graph's end. It never leaves the graph, and so needs nothing of what torch does for a tensor that is saved.
+# An rstd that a graph keeps: its address, its tensor, and the list that its place returns to at the graph's end. Users
+# never see it, and so it needs nothing of what torch does for a tensor that is saved.
 _Rstd = tuple[int, torch.Tensor, "list[_Rstd] | None"]
-
-
-def _tensor_at(rstd: _Rstd, shape: tuple[int, ...]) -> torch.Tensor:
-    pointer, tensor, _ = rstd
-    return tensor.as_strided(shape, contiguous_strides(shape), (pointer - tensor.data_ptr()) // tensor.element_size())
 
 
 class _Places:
     """Places for rstds of few rows: a tensor for each takes longer to make, save and free than many a kernel runs.
 
-    Each stream has its own, so that who gets a place comes after who had it. What a stream captures gets none: a
-    graph of the device's keeps its addresses after the call.
+    COUNT of them share a tensor. Each stream has its own, so that who gets a place comes after who had it; what a
+    stream captures gets none, since a graph of the device's keeps its addresses after the call. The tensors stay, as
+    many as were ever in use at once, in the memory pool that was current when they were made.
     """
 
-    COUNT, BYTES, STREAMS = 64, 1024, 16  # places made at once, the most of one, and the streams that have any
+    COUNT, BYTES, STREAMS = 64, 1024, 16  # BYTES: the most of one place; STREAMS: the most that have any
 
-    def __init__(self, make: Callable[[], torch.Tensor], size: int):
-        self.make, self.size = make, size
+    def __init__(self, library: Library, device: Device, dtype: str, size: int):
+        elements = size // ops.SIZE[dtype]
+        self.make_many = library.maker((self.COUNT * elements,), dtype, device)
+        self.make_one = library.maker((elements,), dtype, device)
         self.free: dict[int, list[_Rstd]] = {}  # by stream
+
+    def alone(self) -> _Rstd:
+        """A tensor of its own."""
+        tensor = self.make_one()
+        return tensor.data_ptr(), tensor, None
 
     def more(self, stream: int) -> _Rstd:
         """A place for a stream where none is free."""
-        if len(self.free) >= self.STREAMS:
-            self.free.pop(next(iter(self.free))).clear()
-        tensor, free = self.make(), self.free.setdefault(stream, [])
-        start = tensor.data_ptr()
-        free += [(start + i * self.size, tensor, free) for i in range(self.COUNT)]
-        return free.pop()
+        if stream not in self.free and len(self.free) >= self.STREAMS:
+            return self.alone()
+        free = self.free.setdefault(stream, [])
+        first, *others = [(part.data_ptr(), part, free) for part in self.make_many().chunk(self.COUNT)]
+        free += others
+        return first
 
 
-@lru_cache(maxsize=256)
-def _places(library: Library, device: Device, dtype: str, size: int) -> _Places:
-    return _Places(library.maker((_Places.COUNT * size // ops.SIZE[dtype],), dtype, device), size)
+_places = lru_cache(maxsize=256)(_Places)
 
 
 def _placed(prepared: ops._Prepared) -> dict[str, Any]:
@@ -346,17 +349,17 @@ def _placed(prepared: ops._Prepared) -> dict[str, Any]:
     if size > _Places.BYTES or not hasattr(_RMSNorm, "_backward_cls"):
         return {}
     places = _places(call.library, call.device, dtype, 1 << (size - 1).bit_length())
-    lines = ["    try: r2 = free[here].pop()", "    except LookupError: r2 = more(here)", "    q2 = r2[0]"]
     space: dict[str, Any] = {"free": places.free, "more": places.more}
+    lines = ["    try: r2 = free[here].pop()", "    except LookupError: r2 = more(here)"]
     if call.device.kind == "gpu":  # the default stream cannot be captured
-        space["captured"] = torch.cuda.is_current_stream_capturing
-        lines = ["    if here and captured(): return", *lines]
-    return {"made": {2: lines}, "space": space}
+        space |= {"captured": torch.cuda.is_current_stream_capturing, "alone": places.alone}
+        lines = ["    if here and captured(): r2 = alone()", "    else:", *(f"    {line}" for line in lines)]
+    return {"made": {2: [*lines, "    q2 = r2[0]"]}, "space": space}
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Either Function for a forward that was done already. `done` is its node, the outputs and what is saved, in one
-    argument so that torch does not take them for operands. This is the way of every step in training: without the
+    """Either Function for a forward that was done already. `done` is its node, rstd, the outputs and what is saved, in
+    one argument so that torch does not take them for operands. This is the way of every step in training: without the
     frames of save_for_backward and set_materialize_grads, which set what is set here."""
 
     @staticmethod
@@ -438,10 +441,10 @@ def _apply(prepared, weight_offset, ticket, dtypes=None, prenorm=True):
         seen = [f"    if {'not ' if node.apart else ''}(x.is_leaf and residual.is_leaf): return"]
     named = dict(zip(tensors, tensors, strict=True))  # the names in place of tensors: the same tuples, as text
     done = ", ".join(str(part).replace("'", "") for part in node.outputs("{0}", "{1}", named))
-    written = _placed(prepared)
-    text = f"apply((node, {'{2}' if written else '(q2, {2}, None)'}, {done}), {', '.join(tensors)}){first}"
-    space = {**written.get("space", {}), "apply": _APPLY, "node": node}
-    node.kept = prepared.remember(ticket, text, seen=seen, made=written.get("made", {}), space=space)
+    place = _placed(prepared)
+    text = f"apply((node, {'{2}' if place else '(q2, {2}, None)'}, {done}), {', '.join(tensors)}){first}"
+    space = {**place.get("space", {}), "apply": _APPLY, "node": node}
+    node.kept = prepared.remember(ticket, text, seen=seen, made=place.get("made", {}), space=space)
     y, total, rstd = prepared.run()
     results = _APPLY((node, (rstd.data_ptr(), rstd, None), *node.outputs(y, total, tensors)), *tensors.values())
     return results if prenorm else results[0]

@@ -71,11 +71,11 @@ class Call:
         named = {**self.operands, **self.given, "workspace": self.workspace}
         return {name: obj for name, obj in named.items() if obj is not None}
 
-    def _body(self, space: dict[str, Any], again: str, written: Written | None = None) -> list[str]:
-        """Allocate, launch, return, for a recall as `written` says. `again`: the call of the function itself. Pointers
+    def _body(self, space: dict[str, Any], again: str, recalled: Written | None = None) -> list[str]:
+        """Allocate, launch, return, for a recall as `recalled` says. `again`: the call of the function itself. Pointers
         of the operands are in variables, for a recall those of the given arrays too. Numbers go to `space`, so that
         calls of one kind share one text."""
-        recalled, lines, texts = written is not None, [], []
+        lines, texts = [], []
         values: dict[str, Any] = {f"p_{name}": 0 for name, obj in self.operands.items() if obj is None}
         if self.place is not None:
             space["current"], space["switch"], space["index"] = *self.place, self.device.index
@@ -86,8 +86,8 @@ class Call:
             texts.append("None" if make is None else f"r{i}" if obj is None else name)
             if make is None:
                 values[f"q{i}"] = 0
-            elif written is not None and i in written.made:
-                lines += written.made[i]
+            elif recalled is not None and i in recalled.made:
+                lines += recalled.made[i]
             elif obj is None:
                 lines += [f"    r{i} = {_called(make, f'make{i}', space)}"]
                 lines += [f"    q{i} = {self.library.pointer_text(f'r{i}')}"]
@@ -114,7 +114,7 @@ class Call:
                 lines += [f"    written_{name}({name})"]
         if self.share:
             texts[1] = texts[0]
-        return [*lines, f"    return {', '.join(texts) if written is None else written.results.format(*texts)}"]
+        return [*lines, f"    return {', '.join(texts) if recalled is None else recalled.results.format(*texts)}"]
 
     def _conditions(self, space: dict[str, Any], recalled: Written) -> list[str]:
         """What makes another call one like this: its arrays' properties, their alignment, and what lies on what."""
@@ -279,7 +279,7 @@ class Ticket:
     signature: tuple
     arguments: tuple[Any, ...]
 
-    def remember(self, call: Call, results: str, opening: Sequence[str] = (), **written: Any) -> bool:
+    def remember(self, call: Call, results: str, opening: Sequence[str] = (), **how: Any) -> bool:
         """Whether the call is kept. `opening`: only what the plain arguments do not say; the others are `Written`'s."""
         if not self.entry.meets_again(self.signature):
             return False
@@ -288,10 +288,10 @@ class Ticket:
         plain = {name: value for name, value in named if name not in arrays and not isinstance(value, (tuple, list))}
         if any(_SIGNATURES[type(value)] is not _signature_of_value for value in plain.values()):
             return False  # such as an eps in an array, which may change
-        space = written.pop("space", {})
+        space = how.pop("space", {})
         terms = [_same_value(name, value, space) for name, value in plain.items()]
         lines = [f"    if not ({' and '.join(terms)}): return", *opening]
-        recalled = Written(self.entry.parameters, lines, results, space=space, **written)
+        recalled = Written(self.entry.parameters, lines, results, space=space, **how)
         self.entry.keep(self.signature, call.recall(recalled))
         return True
 

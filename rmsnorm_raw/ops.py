@@ -353,11 +353,11 @@ class _Prepared:
     opening: Sequence[str] = ()  # what a recalled call of this kind has to see first
     results: Sequence[Any] | None = None  # where there is nothing to run
 
-    def remember(self, ticket: calls.Ticket | None, results: str = "{0}", **written: Any) -> bool:
+    def remember(self, ticket: calls.Ticket | None, results: str = "{0}", **how: Any) -> bool:
         """For the next call like this one, where it is not one of a kind. As `calls.Ticket.remember`."""
         if ticket is None or self.results is not None or not self.door.can_be_remembered():
             return False
-        return ticket.remember(self.call, results, self.opening, **written)
+        return ticket.remember(self.call, results, self.opening, **how)
 
     def run(self) -> tuple[Any, ...]:
         """The results in their order, None where not wanted."""

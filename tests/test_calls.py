@@ -439,7 +439,7 @@ def test_a_compiled_backward_of_an_eager_forward(recorded):
     for _ in range(2):
         recorded.clear()
         outputs = recorded.forward()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
             recorded.backward(outputs)
         recorded.check(outputs)
     recorded.check(recorded.step())

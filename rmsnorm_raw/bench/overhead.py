@@ -255,7 +255,10 @@ def _one_core(absent: dict[str, str]) -> Iterator[bool]:
         yield False
         return
     core = {max(os.sched_getaffinity(0))}
-    before = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+    before: dict[int, set[int]] = {}
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):  # it has ended
+            before[thread] = os.sched_getaffinity(thread)
     try:
         _set_affinity(dict.fromkeys(before, core))
         yield True
