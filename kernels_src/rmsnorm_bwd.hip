@@ -27,11 +27,12 @@ DEVICE void settle_input(Input& in) {
 constexpr bool SUM_HERE = MEAN_ONLY || (NEED_DX && !MEAN_GIVEN);
 // Packs that have a slot to themselves; behind those of a stashed row BATCH slots through which its other packs pass.
 constexpr int LASTING = STASHED > 0 ? KEPT : BATCH, PASSING = STASHED > 0 ? KEPT : 0, SLOTS = PASSING + BATCH;
+constexpr bool ROW_STAYS = ROW_IN_REGISTERS || STASHED > 0;  // on chip between its two uses
 constexpr bool VALUES_KEPT = ROW_IN_REGISTERS && !UNPACK_AGAIN;
 // When dresidual_out comes, if not with the next row: while the row is summed, or where registers are dearer one pack
 // ahead of its use.
 constexpr bool ADDED_AHEAD = !PREFETCH && ROW_IN_REGISTERS && PACKS > 4;
-constexpr bool ADDED_DURING_SUM = !PREFETCH && (ROW_IN_REGISTERS || STASHED > 0) && SUM_HERE && !ADDED_AHEAD;
+constexpr bool ADDED_DURING_SUM = !PREFETCH && ROW_STAYS && SUM_HERE && !ADDED_AHEAD;
 constexpr bool ADDED_KEPT = VALUES_KEPT && PREFETCH && DRESIDUAL_OUT != NONE;
 // 16 bytes of the sums in shared memory: of each thread its own, so nothing waits for them.
 constexpr int SUMS = 16 / sizeof(real), SUMS_OF_PACK = PACK / SUMS;
@@ -112,8 +113,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
     if constexpr (SUMS_IN_SHARED) {
         for (int p = 0; p < PACKS; ++p) write_shared(p, dw[0]);
     }
-    if constexpr (!ROW_IN_REGISTERS &&
-                  STASHED == 0) {  // the memory is no one's: each block starts from zeros of its own
+    if constexpr (!ROW_STAYS) {  // the memory is no one's: each block starts from zeros of its own
         for (int begin = 0; begin < PACKS; begin += BATCH) {
             if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
             if constexpr (NEED_DBIAS) write_sums(dbias_row, begin, db);
@@ -220,7 +220,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
         } else {
             of_row = STASHED > 0 ? of_next : load_row_input(i);
             of_row.rstd = plain_nan(of_row.rstd);
-            if constexpr (ROW_IN_REGISTERS || STASHED > 0) {
+            if constexpr (ROW_STAYS) {
                 UNROLL for (int p = 0; p < LASTING; ++p) load_pack(i, STASHED + p, in[p]);
             }
         }
@@ -252,7 +252,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                     UNROLL for (int p = 0; p < BATCH; ++p) {
                         if constexpr (STASHED > 0) {
                             read_stash(begin + p, in[PASSING + p]);
-                        } else if constexpr (!ROW_IN_REGISTERS) {
+                        } else if constexpr (!ROW_STAYS) {
                             load_pack(i, begin + p, in[p]);
                         }
                     }
@@ -323,12 +323,12 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
             UNROLL for (int p = 0; p < BATCH; ++p) {
                 if constexpr (STASHED > 0) {
                     if (begin + BATCH < STASHED) load_added(i, begin + BATCH + p, next_added[p]);
-                } else if constexpr (!ROW_IN_REGISTERS) {
+                } else if constexpr (!ROW_STAYS) {
                     load_pack(i, begin + p, in[p]);
                 }
                 if constexpr (!PREFETCH && !ADDED_DURING_SUM && !ADDED_AHEAD) load_added(i, begin + p, in[p]);
             }
-            if constexpr (!ROW_IN_REGISTERS && STASHED == 0) {
+            if constexpr (!ROW_STAYS) {
                 if constexpr (NEED_DWEIGHT) read_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) read_sums(dbias_row, begin, db);
             }
@@ -340,7 +340,7 @@ KERNEL rmsnorm_bwd(const element<X>* x, const element<WEIGHT>* weight, const ele
                     in[PASSING + p].dresidual_out = next_added[p].dresidual_out;
                 }
             }
-            if constexpr (!ROW_IN_REGISTERS && STASHED == 0) {
+            if constexpr (!ROW_STAYS) {
                 if constexpr (NEED_DWEIGHT) write_sums(dweight_row, begin, dw);
                 if constexpr (NEED_DBIAS) write_sums(dbias_row, begin, db);
             }

@@ -264,9 +264,14 @@ class _Node:
     backward: tuple[Callable[..., tuple[Any, ...] | None], ...] = ()  # as recorded
     kept: bool = False  # with a recorded forward: it will meet other backwards
 
+    @property
+    def scale(self) -> list[str]:
+        """The operands that are saved as they are, behind what was normed."""
+        return [name for name in self.operands if name in ("weight", "bias")]
+
     def outputs(self, y: Any, total: Any, tensors: dict[str, Any]) -> tuple[Any, Any]:
-        """What the Function returns, and what it saves: what was normed, weight and bias. Of texts too."""
-        scale = [tensors[name] for name in self.operands if name in ("weight", "bias")]
+        """What the Function returns, and what it saves. Of texts too."""
+        scale = [tensors[name] for name in self.scale]
         return (y, (tensors["x"], *scale)) if self.dtypes is None else ((y, total), (total, *scale))
 
     def gradients(
@@ -274,7 +279,7 @@ class _Node:
     ) -> tuple[Any, ...]:
         """The long way; `needs` is torch's needs_input_grad, the first of which is not an operand's."""
         needed, (normed, *scale) = dict(zip(self.operands, needs[1:], strict=True)), saved
-        kept = dict(zip([name for name in self.operands if name in ("weight", "bias")], scale, strict=True))
+        kept = dict(zip(self.scale, scale, strict=True))
         shape = normed.shape[:-1]
         gradients = _gradients(
             (normed, kept.get("weight"), kept.get("bias"), rstd[1].view(-1)[: math.prod(shape)].view(shape)),
@@ -288,8 +293,7 @@ class _Node:
         if not self.kept or _is_grad_enabled() or not prepared.door.can_be_remembered():
             return
         normed, _, dout, _, added, _ = prepared.call.operands
-        saved = [normed, *(name for name in self.operands if name in ("weight", "bias"))]
-        opening = ["    if needs != NEEDS: return", f"    {', '.join(saved)}, = saved"]
+        opening = ["    if needs != NEEDS: return", f"    {', '.join([normed, *self.scale])}, = saved"]
         if self.dtypes is None:
             opening += [f"    {dout}, = douts"]
         else:

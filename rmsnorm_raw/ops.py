@@ -75,7 +75,7 @@ def rmsnorm(
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
-    if not calls.is_traced():
+    if not calls.is_traced():  # `find` without its frame: this is what loops at decode sizes wait for
         for recall in _RMSNORM.latest:
             y = recall(x, weight, eps, bias, weight_offset, casting, out_dtype, out)
             if y is not None:
@@ -125,7 +125,7 @@ def fused_add_rmsnorm(
 
     Raises: as `rmsnorm`.
     """
-    if not calls.is_traced():
+    if not calls.is_traced():  # as in rmsnorm
         for recall in _FUSED_ADD_RMSNORM.latest:
             results = recall(
                 x, residual, weight, eps, prenorm, bias, weight_offset, casting, residual_rounding,

@@ -411,12 +411,13 @@ def _backward_on_gpu(
     long = 2048 < row_packs <= {8: 2560, 4: 4096}.get(pack, 0) and not amd and not dbias
     room = _ceil(row_packs, 512) * 512 * pack * real_bytes + 2048 <= traits.shared_bytes
     in_shared = long and sums == 1 and room
-    if need_dx and pack >= 4 and not (row_packs <= 2048 or in_shared or (long and not sums) or dbias):
+    in_registers = row_packs <= 2048 or in_shared or (long and not sums)
+    if need_dx and pack >= 4 and not (in_registers or dbias):
         most = 4 if sums or added else 6
         stashed = _stashed_backward(row_packs, pack * (SIZES[x] + SIZES[dout]), sums * pack * real_bytes, traits, most)
         if stashed:
             return stashed
-    tiles = 1 if row_packs <= 2048 or in_shared or (long and not sums) else _ceil(row_packs, 1024)
+    tiles = 1 if in_registers else _ceil(row_packs, 1024)
     tile_packs = _ceil(row_packs, tiles)
     # AMD: from 8192 columns 1024 threads, so that two packs a thread and the next row's stay in registers at any width.
     # NVIDIA, float32: a pack is four elements, so that twice the threads share a row.

@@ -124,3 +124,15 @@ def assert_sums_close(actual, expected, dtype, rows, dout_max, terms=None, what=
     error = np.abs(actual - expected)
     assert actual.shape == expected.shape, f"{what} has shape {actual.shape}, expected {expected.shape}"
     assert np.all(error <= allowed), f"{what}: largest error {np.nanmax(error)}, allowed {np.max(allowed)}"
+
+
+def assert_bits(actual, expected, what="result"):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, f"{what} has shape {actual.shape}, expected {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what} is {actual.dtype}, expected {expected.dtype}"
+    same = bytewise(actual) == bytewise(expected)
+    assert np.all(same), f"{what}: {np.count_nonzero(~same)} bytes differ, {actual} and {expected}"
+
+
+def bytewise(array):
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)

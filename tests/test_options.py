@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DTYPES, assert_rows_close, assert_sums_close, random
+from conftest import DTYPES, assert_bits, assert_rows_close, assert_sums_close, random
 
 import rmsnorm_raw
 from rmsnorm_raw import calls, reference
@@ -25,13 +25,6 @@ KINDS = ["float32", "bfloat16", "float16", "float64"]
 
 def dtype_of(array):
     return np.asarray(array).dtype.name
-
-
-def assert_bits(actual, expected, what="result"):
-    actual, expected = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
-    differ = np.frombuffer(actual.tobytes(), np.uint8) != np.frombuffer(expected.tobytes(), np.uint8)
-    assert not np.any(differ), f"{what}: {np.count_nonzero(differ)} of {differ.size} bytes differ"
 
 
 def assert_weight_sums(actual, expected, dtype, rows, dout, what="dweight"):

@@ -267,8 +267,8 @@ def _one_core(absent: dict[str, str]) -> Iterator[bool]:
         _set_affinity({**before, **dict.fromkeys(later, before[os.getpid()])})
 
 
-def _set_affinity(cores: dict[int, set[int]]) -> None:
-    for thread, allowed in cores.items():
+def _set_affinity(by_thread: dict[int, set[int]]) -> None:
+    for thread, allowed in by_thread.items():
         with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(thread, allowed)
 
